@@ -1,8 +1,8 @@
 """`.metadata`, the index of torch.distributed.checkpoint, as the pickle that its readers expect.
 
 It has an entry for each piece of each tensor: millions, in a step of a thousand ranks. So it is
-spelled here opcode by opcode, and nobody holds the objects that it means, or all of its bytes.
-What comes again is spelled once, and got by its number from then on, as in any pickle.
+written here opcode by opcode, and nothing holds the objects that it means, or all of its bytes. A
+repeated value is spelled once, and then recalled by its number, as in any pickle.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from anyrank.tensors.box import Box
 
-PART_BYTES = 64 << 10  # of what is yielded at a time: about a millisecond's work
-BATCH = 1000  # entries that an unpickler has on its stack at a time, as pickle's own
+PART_BYTES = 64 << 10  # yielded at a time: about a millisecond's work
+BATCH = 1000  # entries on an unpickler's stack at a time, as in pickle's own
 
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor, under all its names.
+    """A tensor, with all of its names.
 
     Attributes:
-        names: its own, then those that are tied to it.
-        shape, dtype: of it.
-        boxes: gives all its pieces.
+        names: its own name, then those that are tied to it.
+        shape, dtype: shape and dtype of it.
+        boxes: returns all its pieces.
         kind: equal for tensors of one shape whose boxes are equal.
     """
 
@@ -55,12 +55,12 @@ def spell_metadata(
     files: Iterable[tuple[str, Iterable[DcpPiece]]],
     by_part: bool = True,
 ) -> Iterator[bytes]:
-    """The pickle, part by part.
+    """Yield the pickle, part by part.
 
     Args:
-        tensors: of all files.
+        tensors: tensors of all files.
         files: name -> its pieces.
-        by_part: whether what precedes a name's first dot is a table of the state, as in runs.
+        by_part: whether the text before a name's first dot is a table of the state, as in runs.
     """
     speller = _Speller()
     speller.begin({tensor.dtype for tensor in tensors})
@@ -72,33 +72,33 @@ def spell_metadata(
 
 
 class _Speller:
-    """Spells opcodes of protocol 2, and knows what was spelled by a number."""
+    """Spells opcodes of protocol 2, and recalls what it has spelled by a number."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.numbers = itertools.count()
-        self.get: dict[object, bytes] = {}  # what was spelled -> the opcodes that get it again
+        self.get: dict[object, bytes] = {}  # spelled value -> the opcodes that recall it
 
     def new(self, opcodes: bytes) -> bytes:
-        """Spell something that is used later; returns the opcodes that get it."""
+        """Spell something for later use; return the opcodes that recall it."""
         get = self.put(opcodes)
-        self.out += b"0"  # for now it is only known by its number
+        self.out += b"0"  # until then it is only known by its number
         return get
 
     def put(self, opcodes: bytes) -> bytes:
-        """Spell something here that is used again; returns the opcodes that get it."""
+        """Spell something here that is used again; return the opcodes that recall it."""
         number = struct.pack("<I", next(self.numbers))
         self.out += opcodes + b"r" + number
         return b"j" + number
 
     def flush(self) -> Iterator[bytes]:
-        """What was spelled, if it is long enough to be passed on."""
+        """Yield the opcodes so far, if they are long enough to be passed on."""
         if len(self.out) >= PART_BYTES:
             yield bytes(self.out)
             self.out.clear()
 
     def begin(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Spell what the pickle refers to."""
+        """Spell the classes and values that the pickle refers to."""
         from torch.distributed.checkpoint.filesystem import (
             _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own, no public name
         )
@@ -136,7 +136,7 @@ class _Speller:
         self.out += self.get[Metadata] + new + _text("state_dict_metadata") + b"}"
 
     def numbers_of(self, sizes: tuple[int, ...]) -> bytes:
-        """A torch.Size; put where it is used first."""
+        """Return a torch.Size; it is put where it is used first."""
         known = self.get.get(sizes)
         if known is None:
             number = struct.pack("<I", next(self.numbers))
@@ -148,7 +148,7 @@ class _Speller:
     def tensors(
         self, tensors: Sequence[DcpTensor], names: Sequence[Sequence[bytes]]
     ) -> Iterator[bytes]:
-        """What each tensor is, and its pieces."""
+        """Spell each tensor and its pieces."""
         for tensor, texts in zip(tensors, names, strict=True):
             key = tensor.shape, tensor.kind
             for text in texts:
@@ -167,7 +167,7 @@ class _Speller:
     def planner_data(
         self, tensors: Sequence[DcpTensor], names: Sequence[Sequence[bytes]], by_part: bool
     ) -> Iterator[bytes]:
-        """Where each tensor is in the state dict."""
+        """Spell the place of each tensor in the state dict."""
         self.out += _text("planner_data") + b"}"
         for tensor, texts in zip(tensors, names, strict=True):
             for name, text in zip(tensor.names, texts, strict=True):
@@ -180,7 +180,7 @@ class _Speller:
         names: Sequence[Sequence[bytes]],
         files: Iterable[tuple[str, Iterable[DcpPiece]]],
     ) -> Iterator[bytes]:
-        """Where the bytes of each piece are."""
+        """Spell the place of each piece's bytes."""
         self.out += _text("storage_data") + b"}("
         count = 0
         for file, pieces in files:
@@ -199,12 +199,12 @@ class _Speller:
         self.out += b"u"
 
     def end(self) -> bytes:
-        """The rest."""
+        """Return the rest."""
         return bytes(self.out + self.others + b"ub.")
 
 
 def _value(value: Any) -> bytes:
-    """The opcodes that push a value, which refer to nothing outside of it."""
+    """Return the opcodes that push a value, which refer to nothing outside of it."""
     return pickletools.optimize(pickle.dumps(value, 2))[2:-1]
 
 

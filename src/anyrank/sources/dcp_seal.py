@@ -1,7 +1,7 @@
-"""What follows the pickle in the `.metadata` of a step: which plan it is of, and its checksum.
+"""The seal after the pickle in the `.metadata` of a step: the digest of its plan, and a checksum.
 
-The pickle ends before, so its readers do not see it. It follows from the plan alone, so that steps
-of one plan have the same, and a later one takes a copy.
+It stands after the pickle's end, so that readers of the pickle do not see it. The pickle depends on
+the plan alone: steps of one plan have the same, and a later one takes a copy.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def write_sealed(
     """Write a `.metadata`.
 
     Args:
-        storage, path: where to.
-        parts: of the pickle.
-        plan: digest of what it follows from.
+        storage, path: where to write it.
+        parts: parts of the pickle.
+        plan: digest of the plan that it depends on.
         rest: called after each part.
 
     Raises:
-        CheckpointError: the device refuses; the file may be there in part.
+        CheckpointError: the device refuses; part of the file may exist.
     """
     import xxhash  # only files that are written or verified need it
 
@@ -51,10 +51,10 @@ def write_sealed(
 
 
 def plan_of(storage: Storage, path: str) -> bytes | None:
-    """The plan that a `.metadata` is of, by its end; None where there is none, or no seal.
+    """Return the plan of a `.metadata`, from its end; None if there is no file, or no seal.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     info = storage.find(path)
     if info is None or info.size < SEAL_BYTES:
@@ -68,11 +68,11 @@ def check_seal(storage: Storage, path: str, rest: Callable[[], None] = lambda: N
     """Compare a `.metadata` with its checksum.
 
     Args:
-        storage, path: where it is.
+        storage, path: where the file is.
         rest: called after each block that was read.
 
     Raises:
-        CorruptCheckpoint: it is not what was written.
+        CorruptCheckpoint: it differs from what was written.
         OSError: it cannot be read.
     """
     import xxhash  # only files that are written or verified need it

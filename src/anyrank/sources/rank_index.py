@@ -1,4 +1,4 @@
-"""`__R_0.json`: what lies where in the data file of a rank, and what else that rank alone saved.
+"""`__R_0.json`: places in the data file of a rank, and what else only that rank saved.
 
 The manifest has its checksum. Its tensors are numbered as in `tensors.json` (`step_index`).
 """
@@ -21,18 +21,18 @@ from anyrank.sources.step_index import StepIndex, whole_numbers
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import dtype_name
 
-REQUESTS = 16  # at a time
+REQUESTS = 16  # in parallel
 
 
 class Placed(NamedTuple):
-    """A box of a tensor, and the byte of the rank's data file at which its first element lies."""
+    """A box of a tensor, and the offset of its first element in the rank's data file."""
 
     box: Box
     offset: int
 
 
 class OwnTensor(NamedTuple):
-    """A tensor that one rank alone has."""
+    """A tensor that only one rank has."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,13 +41,13 @@ class OwnTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank saved.
+    """The index of what one rank saved.
 
     Attributes:
         placed: number of a tensor -> its boxes in the rank's file.
-        own_tensors: name -> a tensor that this rank alone has.
-        parts: part of the state -> what this rank saved of it, where the ranks differ.
-        streams: random stream -> its state, where the ranks differ.
+        own_tensors: name -> a tensor that only this rank has.
+        parts: part of the state -> this rank's record of it, if the ranks differ.
+        streams: random stream -> its state, if the ranks differ.
     """
 
     placed: Mapping[int, Sequence[Placed]]
@@ -56,7 +56,7 @@ class RankIndex:
     streams: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """Return the bytes of the file."""
         boxes = [
             (number, box.offsets, box.sizes, offset)
             for number, placed in self.placed.items()
@@ -75,17 +75,17 @@ class RankIndex:
 
 
 def parse(data: bytes, where: str, step: StepIndex, size: int) -> RankIndex:
-    """A rank's index.
+    """Read a rank's index.
 
     Args:
-        data: the file's bytes.
-        where: its path.
-        step: the index of the step.
+        data: bytes of the file.
+        where: path of the file.
+        step: index of the step.
         size: bytes of the rank's data file.
 
     Raises:
-        CorruptCheckpoint: it is not what a save writes: a box outside of its tensor, or of the
-            file.
+        CorruptCheckpoint: a save does not write such an index: a box is outside of its tensor, or
+            of the file.
     """
     with reading_record(where):
         index = json.loads(data)
@@ -132,19 +132,19 @@ def read_indexes(
     ranks: Iterable[int],
     threads: int = REQUESTS,
 ) -> dict[int, RankIndex]:
-    """The indexes of some ranks, by these.
+    """Read the indexes of some ranks; return them by rank.
 
     Args:
         storage: where the folder is.
-        folder: of the step.
-        files: of the ranks that saved it.
-        step: its index.
-        ranks: by their indices among those that saved.
-        threads: most that read.
+        folder: folder of the step.
+        files: files of the ranks that saved it.
+        step: index of the step.
+        ranks: ranks to read, by their indices among those that saved.
+        threads: most threads that read.
 
     Raises:
-        CorruptCheckpoint: one is not there, or not what was written.
-        CheckpointError: one cannot be read; chained to the storage's error.
+        CorruptCheckpoint: an index is missing, or differs from what was written.
+        CheckpointError: an index cannot be read; chained to the storage's error.
     """
     wanted = sorted(ranks)
     indexes: dict[int, RankIndex] = {}
@@ -158,7 +158,7 @@ def read_indexes(
 
 
 def run_each(work: Callable[[int], object], items: Sequence[int], threads: int) -> None:
-    """Do something for each item, with several threads if there are several items."""
+    """Call `work` for each item, with several threads if there are several items."""
     if len(items) > 1:
         spread(items, [work] * min(len(items), threads))
         return

@@ -1,8 +1,8 @@
-"""`tensors.json`: what a step of a run holds, and how it lies on the ranks that saved it.
+"""`tensors.json`: the tensors of a step of a run, and their layout on the ranks that saved it.
 
-It grows with the tensors and with the ranks, and not with their product: which bytes of which file
-hold a part of a tensor is in the index beside each rank's file (`rank_index`), and which ranks have
-a part follows from the mesh.
+It grows with the tensors and with the ranks, but not with their product: the index beside each
+rank's file (`rank_index`) says which bytes hold a part of a tensor, and the mesh says which ranks
+have a part.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class IndexedTensor(NamedTuple):
     """A tensor of a step.
 
     Attributes:
-        name, shape, dtype: of it.
-        where: how it lies on the ranks that saved it; or the indices of the ranks whose files have
-            parts of it, where no mesh says it.
+        name, shape, dtype: its name, shape and dtype.
+        where: its layout on the ranks that saved it; or the indices of the ranks whose files have
+            parts of it, if no mesh says it.
     """
 
     name: str
@@ -42,14 +42,14 @@ class IndexedTensor(NamedTuple):
     where: Spread | tuple[int, ...]
 
     def ranks_with(self, box: Box) -> Iterator[int]:
-        """The ranks whose files may hold elements of a box, and no others do."""
+        """Find the ranks whose files may hold elements of a box; no others do."""
         if isinstance(self.where, tuple):
             return iter(self.where)
         return iter(self.where.meeting(self.shape, box))
 
     @property
     def ranks(self) -> Iterator[int]:
-        """The ranks whose files may hold any of it."""
+        """Find the ranks whose files may hold any of it."""
         return self.ranks_with(Box.whole(self.shape))
 
 
@@ -58,7 +58,7 @@ class StepIndex:
     """The tensors of a step, in the order by which the ranks' indexes count them.
 
     Attributes:
-        tensors: each once.
+        tensors: tensors, each once.
         aliases: other name of a tied tensor -> the name under which it is saved.
     """
 
@@ -67,12 +67,12 @@ class StepIndex:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Name, or alias -> position of the tensor."""
+        """Map each name or alias to the position of its tensor."""
         numbers = {tensor.name: number for number, tensor in enumerate(self.tensors)}
         return numbers | {alias: numbers[name] for alias, name in self.aliases.items()}
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """Return the bytes of the file."""
         spreads: dict[int, Spread] = {}
         for tensor in self.tensors:
             if isinstance(tensor.where, Spread):
@@ -108,15 +108,16 @@ class StepIndex:
 
 
 def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:
-    """The index of a step.
+    """Read the index of a step.
 
     Args:
-        data: the file's bytes.
-        where: its path.
-        ranks: the files of those that saved the step.
+        data: bytes of the file.
+        where: path of the file.
+        ranks: files of the ranks that saved the step.
 
     Raises:
-        CorruptCheckpoint: it is not what a save writes, or names more than the files can hold.
+        CorruptCheckpoint: a save does not write such an index, or it names more than the files can
+            hold.
     """
     with reading_record(where):
         index = json.loads(data)
@@ -132,7 +133,7 @@ def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:
 
 
 def _row_major(layout: Layout, coordinate: Coordinate | None) -> int:
-    """The place of a coordinate in a mesh, in row-major order; -1 outside."""
+    """Return the place of a coordinate in a mesh, in row-major order; -1 outside."""
     if coordinate is None:
         return -1
     position = 0
@@ -150,7 +151,7 @@ def _placement_to_json(placement: Placement) -> list[Any]:
 
 
 def _mesh(entry: Mapping[str, Any], size: int) -> tuple[tuple[int, ...], list[Coordinate | None]]:
-    """The shape of a mesh of some of `size` ranks, and the coordinate of each rank in it."""
+    """Read the shape of a mesh of some of `size` ranks, and each rank's coordinate in it."""
     shape, places = whole_numbers("a mesh", entry["shape"]), entry["places"]
     if (
         len(places) != size
@@ -179,7 +180,7 @@ def _spread(
 
 
 def _placement(row: Sequence[Any], size: int, num_ranks: int) -> Placement:
-    """How an axis of a mesh, of this size, treats a tensor."""
+    """Read how an axis of a mesh, of this size, treats a tensor."""
     kind, *values = row
     if kind == "replicate" and not values:
         return Placement("replicate")
@@ -204,7 +205,7 @@ def _tensor(
     files: Sequence[RankFiles],
     most_bytes: int,
 ) -> IndexedTensor:
-    """A tensor, no larger than the files of the ranks that have it."""
+    """Read a tensor, which is no larger than the files of the ranks that have it."""
     name, dtype, shape, where = row
     kind, sizes = getattr(torch, dtype), whole_numbers(name, shape)
     if type(name) is not str or not isinstance(kind, torch.dtype):
@@ -226,7 +227,7 @@ def _tensor(
 
 
 def whole_numbers(what: object, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Whole numbers of at least 0; ValueError for anything else."""
+    """Return whole numbers of at least 0; raise ValueError for anything else."""
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{what}: {numbers!r:.80} are not sizes")
     return tuple(numbers)

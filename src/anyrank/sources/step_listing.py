@@ -1,4 +1,4 @@
-"""The tensors of a step of a run as a listing: all of them with their bytes' places, or some."""
+"""The tensors of a step of a run as a listing: all of them, or some, with their bytes' places."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def list_step(
     ranks: Sequence[RankFiles],
     data: bytes,
 ) -> Opened:
-    """Every tensor of a step, by its index and those of all ranks.
+    """List every tensor of a step, by its index and those of all ranks.
 
     Args:
         storage: where the folder is.
-        folder: of the step.
-        ranks: the files of those that saved it.
-        data: of its index.
+        folder: folder of the step.
+        ranks: files of the ranks that saved it.
+        data: bytes of its index.
 
     Raises:
         CorruptCheckpoint: an index is damaged, or a file is gone or has another size.
@@ -74,18 +74,18 @@ def open_step(
     folder: str,
     manifest: Manifest,
 ) -> Opened:
-    """As `list_step`, of a committed step by its manifest."""
+    """List every tensor of a committed step, by its manifest."""
     data = read_index(storage, folder, manifest)
     return list_step(storage, folder, manifest.ranks, data)
 
 
 def list_shapes(index: StepIndex, own_tensors: Mapping[str, OwnTensor]) -> Listing:
-    """The names, shapes and dtypes of a step, whose bytes `locate` finds where they are wanted.
+    """List names, shapes and dtypes of a step; `locate` finds the bytes of those that are wanted.
 
-    Until then, each tensor is a file of its own by its number.
+    Until then each tensor counts as a file of its own, with its number.
 
     Args:
-        index: of the step.
+        index: index of the step.
         own_tensors: tensors of one rank, from its index.
     """
     shapes = [(t.name, t.shape, t.dtype) for t in index.tensors]
@@ -104,11 +104,11 @@ class Locator:
 
     Attributes:
         storage: where the folder is.
-        folder: of the step, which may be another one on each machine.
-        files: of the ranks that saved it.
-        index: of it.
-        indexes: those that were read.
-        own_rank: the rank whose own tensors the listing has.
+        folder: folder of the step, which may differ between machines.
+        files: files of the ranks that saved it.
+        index: index of it.
+        indexes: ranks' indexes that were read.
+        own_rank: rank whose own tensors the listing has.
     """
 
     storage: Storage
@@ -119,7 +119,7 @@ class Locator:
     own_rank: int
 
     def ranks_for(self, fills: Iterable[TensorFill]) -> set[int]:
-        """The ranks whose indexes say where the bytes of some tensors are."""
+        """Find the ranks whose indexes say where the bytes of some tensors are."""
         ranks: set[int] = set()
         known: dict[object, frozenset[int]] = {}  # most tensors are alike
         for fill in fills:
@@ -139,14 +139,14 @@ class Locator:
         """Read the indexes of some ranks.
 
         Raises:
-            CorruptCheckpoint, CheckpointError: as `read_indexes`.
+            CorruptCheckpoint, CheckpointError: as for `read_indexes`.
         """
         new = {*ranks} - self.indexes.keys()
         args = (self.storage, self.folder, self.files, self.index, new, threads)
         self.indexes |= read_indexes(*args)
 
     def locate(self, fills: Sequence[TensorFill]) -> list[TensorFill]:
-        """The fills, with the places of what they want; the files are numbered as the ranks."""
+        """Return the fills with places for what they want; files are numbered as ranks."""
         located: list[TensorFill] = []
         for fill in fills:
             number, stored = fill.stored.chunks[0].file, fill.stored
@@ -169,10 +169,10 @@ class Locator:
         )
 
     def open(self, ranks: Iterable[int], threads: int) -> Listing:
-        """The listing of these ranks' files, which the other files are as they were written.
+        """List these ranks' files, after a check that they are as they were written.
 
         Raises:
-            CorruptCheckpoint: one is gone, or has another size.
+            CorruptCheckpoint: a file is gone, or has another size.
         """
         files = _infos(self.storage, self.folder, self.files, sorted(ranks), threads)
         return Listing(FORMAT, files, {}, sums=_sums(files))
@@ -187,7 +187,7 @@ def _stored(name: str, tensor: OwnTensor, rank: int) -> StoredTensor:
 
 
 def _sums(files: Sequence[FileInfo]) -> dict[int, str]:
-    """Where the checksums of the ranks' files are."""
+    """Map the ranks to the names of the checksum files."""
     return {rank: sums_name(info.path) for rank, info in enumerate(files)}
 
 
@@ -198,10 +198,10 @@ def _infos(
     ranks: Sequence[int],
     threads: int = 16,
 ) -> tuple[FileInfo, ...]:
-    """The data files of all ranks, in their order; those of `ranks` as they are now.
+    """Describe the data files of all ranks, in their order; those of `ranks` as they are now.
 
     Raises:
-        CorruptCheckpoint: one is gone, or has another size.
+        CorruptCheckpoint: a file is gone, or has another size.
     """
     paths = [join_path(folder, data_name(rank)) for rank in range(len(files))]
     infos = [FileInfo(path, f.size, "") for path, f in zip(paths, files, strict=True)]

@@ -20,14 +20,14 @@ Coordinate = tuple[int, ...]
 
 
 class Spread:
-    """A layout, and the coordinate of every rank in its mesh; shared by the tensors that lie alike.
+    """A layout with the coordinate of every rank in its mesh; shared by tensors with equal layouts.
 
     Ranks whose coordinates are equal along the axes that cut a tensor hold the same part of it:
     these coordinates are the part's *spot*.
 
     Attributes:
         layout: None for tensors that every rank holds whole.
-        coordinates: of each rank, by its index; None outside of the mesh.
+        coordinates: coordinate of each rank, by its index; None outside of the mesh.
     """
 
     def __init__(self, layout: Layout | None, coordinates: Sequence[Coordinate | None]) -> None:
@@ -38,7 +38,7 @@ class Spread:
             self.axes = tuple(n for n, p in enumerate(layout.placements) if p.kind == "shard")
 
     def spot(self, rank: int) -> Coordinate | None:
-        """The spot of what a rank holds; None outside of the mesh."""
+        """Return the spot of a rank's part; None outside of the mesh."""
         coordinate = self.coordinates[rank]
         if coordinate is None or self.layout == GIVEN_BOXES:
             return coordinate
@@ -46,7 +46,7 @@ class Spread:
 
     @cached_property
     def members(self) -> Mapping[Coordinate, tuple[int, ...]]:
-        """Spot -> the indices of the ranks there, ascending."""
+        """Map each spot to the indices of the ranks there, ascending."""
         ranks: dict[Coordinate, list[int]] = {}
         for rank in range(len(self.coordinates)):
             spot = self.spot(rank)
@@ -60,13 +60,13 @@ class Spread:
         return bool(self.axes) or self.layout == GIVEN_BOXES
 
     def pieces(self, shape: tuple[int, ...], spot: Coordinate) -> tuple[Piece, ...]:
-        """What the ranks at a spot hold of a tensor of this shape."""
+        """Return the pieces of a tensor of this shape that the ranks at a spot hold."""
         if not self.is_cut:
             return local_pieces(shape, None, None)
         return _pieces(shape, self.layout, self.axes, spot)
 
     def numels(self, shape: tuple[int, ...]) -> Iterator[tuple[Coordinate, int]]:
-        """Each spot, and how many elements of a tensor are there."""
+        """Yield each spot, with the number of a tensor's elements there."""
         if self.layout == GIVEN_BOXES:
             for spot in self.members:
                 yield spot, sum(piece.box.numel for piece in self.pieces(shape, spot))
@@ -88,7 +88,7 @@ class Spread:
             yield spot, numel
 
     def meeting(self, shape: tuple[int, ...], box: Box) -> set[int]:
-        """The indices of the ranks that hold elements of a box."""
+        """Return the indices of the ranks that hold elements of a box."""
         if self.layout == GIVEN_BOXES:
             return {
                 rank
@@ -99,7 +99,7 @@ class Spread:
         return {rank for spot in self._spots(shape, box) for rank in self.members.get(spot, ())}
 
     def _spots(self, shape: tuple[int, ...], box: Box) -> Iterator[Coordinate]:
-        """The spots that hold elements of a box: the product over the dims of what meets it."""
+        """Yield the spots that hold elements of a box: a product over the dims."""
         choices: list[list[tuple[tuple[int, ...], Coordinate]]] = []
         for dim, size in enumerate(shape):
             low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
@@ -119,7 +119,7 @@ class Spread:
             yield tuple(coordinate[axis] for axis in self.axes)
 
 
-@lru_cache(maxsize=4096)  # most tensors of a model, and their optimizer state, are alike
+@lru_cache(maxsize=4096)  # most tensors of a model, and their optimizer state, have equal ones
 def _pieces(
     shape: tuple[int, ...], layout: Layout, axes: tuple[int, ...], spot: Coordinate
 ) -> tuple[Piece, ...]:
@@ -131,11 +131,11 @@ def _pieces(
     return local_pieces(shape, layout, coordinate)
 
 
-@lru_cache(maxsize=64)  # of as many entries as a mesh has places
+@lru_cache(maxsize=64)  # each with as many entries as a mesh has places
 def _dim_parts(
     dim: int, size: int, layout: Layout | None
 ) -> tuple[tuple[int, ...], Mapping[Coordinate, Sequence[Interval]]]:
-    """The mesh axes that cut a dim, and for each place along them what it holds of the dim."""
+    """Find the mesh axes that cut a dim, and the part of the dim at each place along them."""
     if layout is None:
         return (), {(): [(0, size)]}
     cuts = [n for n, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim]

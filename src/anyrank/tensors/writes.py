@@ -1,9 +1,10 @@
-"""Who writes which part of which tensor: each element once, balanced over the ranks by bytes.
+"""Assigns the parts of tensors to ranks to write: each element once, balanced by bytes.
 
-Each rank computes what it writes by itself, from what all ranks know: the tensors' shapes, layouts
-and meshes. What one rank alone holds is written by that rank. What several hold is dealt to them in
-lots, the largest first, each to the holder that has the fewest bytes so far; what few ranks hold is
-dealt before what many hold, so that no rank has more than the optimum and one lot.
+Each rank computes its writes on its own, from what all ranks know: the tensors' shapes, layouts and
+meshes. A part that one rank alone holds is written by that rank. Parts that several hold are dealt
+to them in lots, the largest first, each to the holder that has the fewest bytes so far; parts that
+few ranks hold are dealt before those that many hold, so that no rank has more than the optimum and
+one lot.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from anyrank.tensors.layout import Piece
 from anyrank.tensors.spread import Coordinate, Spread
 
 PIECE_BYTES = 32 << 20  # largest piece on disk: the unit of balance and of staging
-LOTS = 16  # for each rank that shares them, where that makes them neither too large nor too small
-MIN_LOT_BYTES = 1 << 20  # small tensors stay together: who reads them opens one file, not hundreds
+LOTS = 16  # per rank that shares them, unless that makes them too large or too small
+MIN_LOT_BYTES = 1 << 20  # small tensors stay together: a reader opens one file, not hundreds
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """What all ranks know of a tensor that is written.
+    """A tensor to write, as all ranks know it.
 
     Attributes:
         shape: global shape.
         itemsize: bytes of an element.
-        spread: how it lies on the ranks.
+        spread: its layout on the ranks.
         by_first: whether the first of its holders writes it, whole: ranks may hold other values.
     """
 
@@ -47,16 +48,16 @@ class Write(NamedTuple):
     piece: Piece
 
 
-Kind = tuple[tuple[int, ...], int]  # shape and itemsize: what pieces follow from, at one spot
-Dealt = Mapping[int, Sequence[int]]  # index of a tensor -> for each piece, who of the holders
+Kind = tuple[tuple[int, ...], int]  # shape and itemsize: they determine the pieces at a spot
+Dealt = Mapping[int, Sequence[int]]  # index of a tensor -> for each piece, which of the holders
 
 
 class WritePlan:
-    """What each rank writes of some tensors. The same on all ranks that know the same of them.
+    """The writes of each rank for some tensors. Equal on all ranks that know the same of them.
 
     Args:
-        tensors: in the same order on all ranks.
-        size: how many ranks there are.
+        tensors: tensors in the same order on all ranks.
+        size: number of ranks.
     """
 
     def __init__(self, tensors: Sequence[PlannedTensor], size: int) -> None:
@@ -76,7 +77,7 @@ class WritePlan:
         return max(map(len, self.tensors[indices[0]].spread.members.values()))
 
     def _count_alone(self) -> None:
-        """Count what ranks write without a choice."""
+        """Count the bytes that ranks write without a choice."""
         counts: dict[tuple[int, Kind, bool], list[PlannedTensor]] = {}
         for tensor in self.tensors:
             key = id(tensor.spread), (tensor.shape, tensor.itemsize), tensor.by_first
@@ -98,7 +99,7 @@ class WritePlan:
         spread = self.tensors[indices[0]].spread
         kinds = [(self.tensors[index].shape, self.tensors[index].itemsize) for index in indices]
         dealt = self._dealt.setdefault(id(spread), {})
-        known: dict[object, tuple[Dealt, list[int]]] = {}  # most spots are as the one before
+        known: dict[object, tuple[Dealt, list[int]]] = {}  # most spots equal the one before
         for spot, members in spread.members.items():
             if len(members) == 1:
                 continue
@@ -114,7 +115,7 @@ class WritePlan:
                 self._load[member] += nbytes
 
     def writes_of(self, rank: int) -> Iterator[Write]:
-        """What a rank writes, by its index, in the order of the tensors."""
+        """Yield the writes of a rank, by its index, in the order of the tensors."""
         for index, tensor in enumerate(self.tensors):
             if 0 in tensor.shape:
                 if rank == 0:  # as one empty box, so that its dtype and shape are kept
@@ -137,7 +138,7 @@ class WritePlan:
                     yield Write(index, piece)
 
     def writers(self, index: int) -> list[int]:
-        """The indices of the ranks that write parts of a tensor, ascending."""
+        """Return the indices of the ranks that write parts of a tensor, ascending."""
         tensor = self.tensors[index]
         if 0 in tensor.shape:
             return [0]
@@ -152,14 +153,14 @@ class WritePlan:
 
     @property
     def nbytes(self) -> Sequence[int]:
-        """Bytes that each rank writes."""
+        """Number of bytes that each rank writes."""
         return self._load
 
 
 def cut_pieces(
     shape: tuple[int, ...], itemsize: int, spread: Spread, spot: Coordinate
 ) -> tuple[Piece, ...]:
-    """What lies at a spot, in pieces of at most PIECE_BYTES."""
+    """Cut a tensor's part at a spot into pieces of at most PIECE_BYTES."""
     return _cut(spread.pieces(shape, spot), PIECE_BYTES // itemsize)
 
 
@@ -169,7 +170,7 @@ def _cut(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
 
 
 def _sizes(kind: Kind, spread: Spread, spot: Coordinate) -> tuple[int, ...]:
-    """Bytes of each piece of a tensor at a spot."""
+    """Return the bytes of each piece of a tensor at a spot."""
     shape, itemsize = kind
     pieces = cut_pieces(shape, itemsize, spread, spot)
     return tuple(piece.box.numel * itemsize for piece in pieces)
@@ -185,7 +186,7 @@ def _deal_lots(
         ahead: bytes that each holder has already.
 
     Returns:
-        Who writes each piece, and how many bytes each holder got.
+        The holder that writes each piece, and the number of bytes that each holder got.
     """
     total = sum(map(sum, (sizes for _, sizes in rows)))
     limit = min(PIECE_BYTES, max(MIN_LOT_BYTES, total // (LOTS * len(ahead))))

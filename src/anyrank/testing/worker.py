@@ -169,7 +169,7 @@ def _find_groups() -> list[Any]:
 
 
 def _has_partial_group() -> bool:
-    """Whether a failed init_process_group left a changed group count.
+    """Return whether a failed init_process_group left a changed group count.
 
     Groups are numbered, and the numbers must be equal on all ranks. The count is reset only when
     the default group is destroyed.

@@ -1,4 +1,4 @@
-"""What the system says about processes of this machine, from /proc.
+"""Facts that the system gives about processes of this machine, from /proc.
 
 By hand, because psutil does not tell how a process ended, which signals it handles, or how long a
 thread waited for a core; and it finds children by reading all processes of the machine: 2.5 ms of a

@@ -27,7 +27,7 @@ class Message:
 
     @cached_property
     def parts(self) -> list[bytes]:
-        """What is sent: its head, and what follows, nothing where the value is short."""
+        """The pieces to send: the head, and the value unless it is short enough for the head."""
         value, is_long = self.value, LONG_BYTES < len(self.value) <= HUGE_BYTES
         if is_long:
             value = zlib.compress(value, 1)

@@ -119,14 +119,14 @@ class PeerMemory(RunListener):
             now = datetime.now(UTC).isoformat()
             return snapshot.index.to_bytes(), describe_step(snapshot, rows or (), now)
 
-        # Each machine commits it, and knows by it what it receives.
+        # Each machine commits it, and knows from it what it receives.
         index, manifest = ranks.run_on_one("describing the snapshot", describe)
         send_files(self._plan_copies(manifest.ranks), temporary, ranks)
 
         def commit() -> None:
             faults.point("peers.commit")
             if self._is_first_on_machine:
-                # DCP's metadata is left out, as only a resume reads a snapshot.
+                # DCP's metadata is left out, because only a resume reads a snapshot.
                 manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), index)
                 folder.commit(temporary, manifest.step, manifest)
 
@@ -139,7 +139,7 @@ class PeerMemory(RunListener):
         return self._machine_ranks[self.ranks.node][0] == self.ranks.rank
 
     def _plan_copies(self, files: Sequence[RankFiles]) -> list[FileTransfer]:
-        """The files that each rank sends to the next machine."""
+        """List the files that each rank sends to the next machine."""
         if len(self._machine_ranks) == 1:
             return []
         transfers: list[FileTransfer] = []
@@ -205,7 +205,7 @@ class PeerMemory(RunListener):
 
         Args:
             snapshot: the snapshot.
-            names: of the files that this rank reads.
+            names: names of the files that this rank reads.
         """
         names_by_rank = self.ranks.gather("asking for the snapshot's files", [*names])
         transfers: list[FileTransfer] = []

@@ -88,7 +88,7 @@ class StepOfRun(ResumeSource):
         return matched
 
     def _record(self, name: str) -> Any:
-        """What was saved of a part; where the ranks differed, with what one of them saved."""
+        """Return the saved record of a part; if the ranks differed, with one rank's tree."""
         record = self.manifest.parts[name]
         if not (isinstance(record, dict) and "by_rank" in record):
             return record
@@ -213,19 +213,19 @@ class StepSearch:
 
         Raises:
             CorruptCheckpoint: the index of a rank is damaged.
-            CheckpointError: one cannot be read.
+            CheckpointError: an index cannot be read.
         """
         return self.open_files(candidate, self.folder.store, self.folder.join(candidate.name), None)
 
     def open_files(
         self, candidate: Candidate, storage: Storage, folder: str, bring: Bring | None
     ) -> StepOfRun:
-        """As `open_step`, of files that are in a folder, or come there by `bring`."""
+        """Open a step whose files are in a folder, or come there by `bring`. All ranks."""
         manifest, ranks = candidate.manifest, self.ranks
         assert manifest is not None
         assert candidate.index is not None
         index = parse(candidate.index, join_path(folder, INDEX), manifest.ranks)
-        # What a rank alone saved goes to the same rank, or the first one's to all.
+        # What only one rank saved goes to the same rank, or the first one's to all.
         own_rank = ranks.index if len(manifest.ranks) == ranks.size else 0
         locator = Locator(storage, folder, manifest.ranks, index, {}, own_rank)
         if bring is not None:

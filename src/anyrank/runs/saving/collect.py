@@ -39,18 +39,18 @@ log = logging.getLogger("anyrank.saving")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes, and what the first rank writes of the step as a whole.
+    """The data that one rank writes, and that the first rank writes for the step as a whole.
 
     Attributes:
-        items: this rank's boxes.
-        parts: part of the state -> what this rank saves of it, where the ranks differ.
-        streams: random stream -> its state on this rank, where the ranks differ.
+        items: boxes of this rank.
+        parts: part of the state -> this rank's record of it, if the ranks differ.
+        streams: random stream -> its state on this rank, if the ranks differ.
         shared_streams: random stream -> the state that all ranks have.
         unused_streams: those that no rank has drawn from or seeded.
-        coords: of this rank.
-        manifest: of the step; the files are added when they are written.
-        plan: of what all ranks write of the tensors that they hold together.
-        index: of the step.
+        coords: position of this rank.
+        manifest: manifest of the step; the files are added when they are written.
+        plan: plan of what all ranks write of the tensors that they hold together.
+        index: index of the step.
     """
 
     items: list[Item]
@@ -129,13 +129,13 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     what = "collecting the state"
     (parts, states), summary = ranks.run_and_reduce(what, collect_own, StateSummary.join)
     _, new_run, saves = summary.first
-    # Before the replicas: tensors that differ in name or layout have none.
+    # Before the replicas: tensors that differ in name or layout have no replicas.
     coordinates = check_same(state, parts, summary, ranks)
     records = _build_records(parts, summary)
     _note_alike(state, parts, records, ranks)
     spreads = spreads_of(shared_tensors(parts), coordinates)
     differed = compare_replicas(parts, spreads, saves, state.step, ranks)
-    # The first rank's count on all, as they compare the same ninth in the next save.
+    # All take the first rank's count, so that they compare the same ninth in the next save.
     state.parts.saves = saves + 1
     manifest = Manifest(
         run=state.run or new_run,
@@ -163,7 +163,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     items = make_items(tensors, plan.writes_of(ranks.index))
     items += make_own_items(own_tensors, index.numbers)
     own_trees = {part: parts[part].record["tree"] for part in records if "by_rank" in records[part]}
-    # One rank has nothing alike with others, and restores what was its own.
+    # A single rank shares nothing with others, and restores what was its own.
     alike_streams = summary.streams.keys() if ranks.size > 1 else set[str]()
     return Snapshot(
         items=items,
@@ -219,8 +219,8 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
 def _own_tensors(
     parts: Mapping[str, PartState], records: Mapping[str, Any], ranks: Ranks
 ) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """The tensors that this rank writes whole; and those of them that all ranks have alike, which
-    the first alone writes.
+    """List the tensors that this rank writes whole, and those of them that all ranks have equal,
+    which only the first writes.
     """
     own_tensors: list[ShardedTensor] = []
     alike: list[ShardedTensor] = []
@@ -236,7 +236,7 @@ def _own_tensors(
 
 
 def _build_records(parts: Mapping[str, PartState], summary: StateSummary) -> dict[str, Any]:
-    """The parts' records; the tree of one that differs between ranks is in each rank's index."""
+    """Build the parts' records; the tree of one that differs is in each rank's index."""
     records = {part: saved.record for part, saved in parts.items()}
     for part, compared in summary.records.items():
         if not compared.digest:

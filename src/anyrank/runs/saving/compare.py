@@ -1,4 +1,4 @@
-"""What the ranks say of their states before a save, and what must be equal on all of them."""
+"""Compare the ranks' states before a save: some of their facts must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anyrank.world.alike import Compared, differing, digest_of, join_digests
 from anyrank.world.alike import digests_of as digests_of_lines
 from anyrank.world.ranks import Ranks
 
-# What is said of a state as a whole -> the begin of an error if ranks differ, and the way out.
+# Fact about a state as a whole -> the start of an error if ranks differ in it, and the way out.
 POSITION = {
     "parts": ("the ranks' states have different parts", "give TrainState the same on all ranks"),
     "step": ("the ranks are at different steps", "call step_done on all ranks after each step"),
@@ -31,14 +31,14 @@ POSITION = {
 
 @dataclass(frozen=True)
 class StateSummary:
-    """What a rank says of its state; merged, what all of them say.
+    """A rank's summary of its state; merged, that of all ranks.
 
     Attributes:
-        inventory: of the tensors that the ranks hold together.
-        position: of each entry of POSITION, its digest.
+        inventory: digest of the tensors that the ranks hold together.
+        position: digest of each entry of POSITION.
         shared: part -> digest of its record, if that must be equal on all ranks.
         records: part -> digest of a record that may differ, and is then saved for each rank.
-        streams: random stream -> digest of its state; of those that all ranks have alike.
+        streams: random stream -> digest of its state, for those that are equal on all ranks.
         unused: streams that no rank has drawn from or seeded.
         first: the first rank, its id for a run that has none, and its number of saves.
     """
@@ -52,7 +52,7 @@ class StateSummary:
     first: tuple[int, str, int]
 
     def join(self, others: StateSummary) -> StateSummary:
-        """Merge what ranks say."""
+        """Merge the summaries of ranks."""
         return StateSummary(
             join_digests(self.inventory, others.inventory),
             join_digests(self.position, others.position),
@@ -70,10 +70,10 @@ def summarize(
     states: Mapping[str, StreamState],
     ranks: Ranks,
 ) -> StateSummary:
-    """This rank's summary.
+    """Summarise this rank's state.
 
     Raises:
-        CheckpointError: two tensors of one name.
+        CheckpointError: two tensors have one name.
     """
     _refuse_duplicates(parts)
     rank = ranks.rank
@@ -107,15 +107,15 @@ def check_same(
     """Refuse states that differ between the ranks. All ranks.
 
     Args:
-        state, parts: of this rank.
-        summary: of all ranks, merged.
-        ranks: that save together.
+        state, parts: state and parts of this rank.
+        summary: summary of all ranks, merged.
+        ranks: ranks that save together.
 
     Returns:
         The coordinates of every rank in the tensors' meshes.
 
     Raises:
-        CheckpointError: they differ; names what, and the ranks.
+        CheckpointError: they differ; the error names the difference and the ranks.
     """
     wrong = differing(_position_lines(state, parts), summary.position, ranks, limit=1)
     for what, (title, way_out) in POSITION.items():
@@ -134,7 +134,7 @@ def check_same(
 
 
 def _position_lines(state: TrainState, parts: Mapping[str, PartState]) -> dict[str, dict[str, str]]:
-    """What a rank says of its state as a whole, a kind of one line each."""
+    """Return the facts of a rank's state as a whole, each a kind of one line."""
     texts = {"parts": str(sorted(parts)), "step": str(state.step), "run": str(state.run)}
     return {what: {what: text} for what, text in texts.items()}
 
@@ -143,7 +143,7 @@ def _refuse_record(part: str, record: Any, ranks: Ranks) -> None:
     """Refuse records of a part that differ. All ranks.
 
     Raises:
-        CheckpointError: names the first rank whose record is not the first one's, and how.
+        CheckpointError: records differ; the error names the first rank that differs, and how.
     """
     expected = ranks.run_on_one("comparing the state", lambda: record)
     own_text = "" if record == expected else differences(expected, record)
@@ -160,15 +160,15 @@ def _refuse_record(part: str, record: Any, ranks: Ranks) -> None:
 
 
 def _shared_record(saved: PartState) -> Any:
-    """What must be equal on all ranks of a part's record."""
+    """Return the part of a part's record that must be equal on all ranks."""
     return saved.record if saved.agreement == "equal" else None
 
 
 def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
-    """Refuse two values under one name, as a checkpoint has one tensor for each.
+    """Refuse two values under one name, because a checkpoint has one tensor for each name.
 
     Raises:
-        CheckpointError: names the first.
+        CheckpointError: two values have one name; the error names the first.
     """
     seen: set[str] = set()
     for part, saved in parts.items():

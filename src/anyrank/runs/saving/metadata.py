@@ -1,8 +1,8 @@
 """The `.metadata` of a step, which torch.distributed.checkpoint reads: made once per plan.
 
-anyrank does not read it, so it is made after the commit, and a step is whole without it. It follows
-from the plan, by which every rank knows the others' writes, so nobody is asked. Steps of one plan
-have the same bytes, and a later step takes a copy from the newest one that has them.
+anyrank does not read it, so it is made after the commit, and a step is whole without it. It depends
+on the plan, by which every rank knows the others' writes, so that no rank is asked. Steps of one
+plan have the same bytes, and a later step takes a copy from the newest one that has them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from anyrank.tensors.writes import WritePlan, cut_pieces
 
 log = logging.getLogger("anyrank.saving")
 
-LOOKED_AT = 3  # of the newest steps, for one that has the same
-REST_SEC = 0.002  # in the background, after a part that takes about a millisecond
+LOOKED_AT = 3  # newest steps to search for one that has the same
+REST_SEC = 0.002  # in the background, after each part, which takes about a millisecond
 
 
 def write_metadata(
@@ -46,11 +46,11 @@ def write_metadata(
     """Write the `.metadata` of a step that is committed. One rank; a failure is a warning.
 
     Args:
-        folder: of the run.
-        name: of the step's folder.
-        plan: of what all ranks write.
-        index, manifest: of the step.
-        owners: rank -> digest of the tensors that it alone has, of ranks that have some.
+        folder: folder of the run.
+        name: name of the step's folder.
+        plan: plan of what all ranks write.
+        index, manifest: index and manifest of the step.
+        owners: rank -> digest of the tensors that only it has, for ranks that have some.
         rests: whether to leave the interpreter to other threads in between.
     """
     path = join_path(folder.join(name), METADATA)
@@ -70,7 +70,7 @@ def write_metadata(
         if not folder.store.renames:
             write_sealed(folder.store, path, parts, digest, rest)
             return
-        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"  # who reads it sees it whole, or not
+        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"  # readers see all of it, or none
         write_sealed(folder.store, temporary, parts, digest, rest)
         folder.store.rename(temporary, path)
     except (OSError, AnyrankError) as error:
@@ -83,7 +83,7 @@ def write_metadata(
 
 
 def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> bytes:
-    """Of all that a `.metadata` follows from."""
+    """Digest everything that a `.metadata` depends on."""
     digest = hashlib.blake2b(index.to_bytes(), digest_size=16)
     digest.update(bytes(tensor.by_first for tensor in plan.tensors))
     digest.update(repr([plan.size, sorted(owners.items())]).encode())
@@ -91,7 +91,7 @@ def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> b
 
 
 def _find_same(folder: RunFolder, name: str, digest: bytes, rest: Callable[[], None]) -> str | None:
-    """The `.metadata` of a newer step of the same plan, if it is what was written."""
+    """Find the `.metadata` of a newer step of the same plan, if it is as it was written."""
     others = [step.name for step in folder.whole_steps() if step.name != name]
     for other in others[:LOOKED_AT]:
         path = join_path(folder.join(other), METADATA)
@@ -108,13 +108,13 @@ def _find_same(folder: RunFolder, name: str, digest: bytes, rest: Callable[[], N
 def _describe(
     plan: WritePlan, index: StepIndex, indexes: Mapping[int, RankIndex]
 ) -> tuple[list[DcpTensor], Iterator[tuple[str, Iterator[DcpPiece]]]]:
-    """The tensors of a step, and what each rank has written.
+    """Describe the tensors of a step, and the pieces that each rank has written.
 
     Args:
-        plan: of what the ranks hold together.
-        index: of the step.
-        indexes: of the ranks that have written other tensors as well, and of the first, which has
-            written those that all ranks have alike.
+        plan: plan of what the ranks hold together.
+        index: index of the step.
+        indexes: indexes of the ranks that have written other tensors as well, and of the first,
+            which has written those that all ranks have equal.
     """
     names: dict[str, list[str]] = {}
     for alias, name in index.aliases.items():
@@ -143,13 +143,13 @@ def _describe(
 
 
 def _kind(plan: WritePlan, number: int) -> object:
-    """Equal for tensors of one shape that lie in equal pieces."""
+    """Return a value that is equal for tensors of one shape that lie in equal pieces."""
     tensor = plan.tensors[number]
     return id(tensor.spread), tensor.itemsize
 
 
 def _boxes(plan: WritePlan, number: int) -> Iterator[Box]:
-    """All pieces of a tensor."""
+    """Yield all pieces of a tensor."""
     tensor = plan.tensors[number]
     if 0 in tensor.shape:
         yield Box.whole(tensor.shape)
@@ -164,7 +164,7 @@ def _placed_boxes(placed: Sequence[Placed]) -> Iterator[Box]:
 
 
 def _planned(plan: WritePlan, tensors: Sequence[DcpTensor], rank: int) -> Iterator[DcpPiece]:
-    """What a rank has written by the plan, one piece after the other."""
+    """Yield the pieces that a rank has written by the plan."""
     start = 0
     for number, piece in plan.writes_of(rank):
         length = sum(wrapped_bytes(piece.box.sizes, tensors[number].dtype))
@@ -175,7 +175,7 @@ def _planned(plan: WritePlan, tensors: Sequence[DcpTensor], rank: int) -> Iterat
 def _written(
     tensors: Sequence[DcpTensor], numbers: Mapping[str, int], index: RankIndex
 ) -> Iterator[DcpPiece]:
-    """What a rank has written, by its index."""
+    """Yield the pieces that a rank has written by its index."""
     own_placed = {numbers[name]: tensor.placed for name, tensor in index.own_tensors.items()}
     for number, placed in (*index.placed.items(), *own_placed.items()):
         for box, offset in placed:

@@ -1,4 +1,4 @@
-"""What all ranks write of the tensors that they hold together; each rank computes it alone."""
+"""The plan of who writes the tensors that ranks hold together; each rank computes it alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def plan_writes(
     size: int,
     by_first: Container[str] = (),
 ) -> WritePlan:
-    """Who writes what.
+    """Plan who writes what.
 
     Args:
-        tensors: as this rank holds them, in the same order on all ranks.
-        spreads: how each lies on the ranks.
-        size: how many ranks there are.
+        tensors: tensors as this rank holds them, in the same order on all ranks.
+        spreads: layout of each on the ranks.
+        size: number of ranks.
         by_first: names of tensors that the first holder writes, whole: those that may differ.
     """
     planned = [
@@ -37,12 +37,12 @@ def index_of(
     by_first_alone: Sequence[ShardedTensor] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> StepIndex:
-    """The index of a step.
+    """Make the index of a step.
 
     Args:
-        tensors: of the plan.
-        plan: who writes what of them.
-        by_first_alone: further ones, which the first rank writes.
+        tensors: tensors of the plan.
+        plan: plan of who writes what of them.
+        by_first_alone: further tensors, which the first rank writes.
         aliases: other name of a tied tensor -> the name under which it is saved.
     """
     rows: list[IndexedTensor] = []

@@ -35,10 +35,10 @@ class Item:
     """One box to write.
 
     Attributes:
-        name, shape, dtype: of the whole tensor.
-        box: the part of it to write.
-        source: the box's elements, in memory of any device and stride.
-        number: of the tensor in the step's index; None for one that this rank alone has.
+        name, shape, dtype: those of the whole tensor.
+        box: part of it to write.
+        source: elements of the box, in memory of any device and stride.
+        number: number of the tensor in the step's index; None for one that only this rank has.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Item:
 
 
 def make_items(tensors: Sequence[ShardedTensor], writes: Iterable[Write]) -> list[Item]:
-    """The boxes that this rank writes of the tensors that the ranks hold together."""
+    """Make the boxes that this rank writes of the tensors that the ranks hold together."""
     items: list[Item] = []
     for number, piece in writes:
         tensor, box = tensors[number], piece.box
@@ -65,11 +65,11 @@ def make_items(tensors: Sequence[ShardedTensor], writes: Iterable[Write]) -> lis
 
 
 def make_own_items(tensors: Iterable[ShardedTensor], numbers: Mapping[str, int]) -> Iterator[Item]:
-    """The boxes of tensors that this rank writes whole.
+    """Make the boxes of tensors that this rank writes whole.
 
     Args:
-        tensors: that this rank holds.
-        numbers: name -> number in the step's index, of those that all ranks have alike.
+        tensors: tensors that this rank holds.
+        numbers: name -> number in the step's index, for those that all ranks have equal.
     """
     for tensor in tensors:
         # A tensor without elements is one empty box, so that its dtype and shape are kept.
@@ -90,9 +90,9 @@ def write_share(
 
     Args:
         store: where the folder is.
-        folder: of the step.
+        folder: folder of the step.
         rank: index of this one among those that save.
-        items: what to write.
+        items: items to write.
         parts, streams: see `RankIndex`.
 
     Raises:
@@ -118,7 +118,7 @@ def write_share(
 
 
 class _Index:
-    """What a rank's index says of the items that were written so far."""
+    """The rank's index of the items that were written so far."""
 
     def __init__(self) -> None:
         self.placed: dict[int, list[Placed]] = {}
@@ -126,7 +126,7 @@ class _Index:
         self._own_boxes: dict[str, list[Placed]] = {}
 
     def add(self, item: Item, offset: int) -> None:
-        """Note where an item's first element lies in the file."""
+        """Note the offset of an item's first element in the file."""
         placed = Placed(item.box, offset)
         if item.number is not None:
             self.placed.setdefault(item.number, []).append(placed)
@@ -148,7 +148,7 @@ class _Output:
         self.pending_bytes = 0
 
     def put(self, item: Item) -> int:
-        """Add a zip with an item; returns the offset of the payload in it."""
+        """Add a zip with an item; return the offset of the payload in it."""
         payload = item.source.detach().cpu().contiguous()
         head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
         parts = [head, memory_of(payload), tail]

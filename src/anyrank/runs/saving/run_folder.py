@@ -301,7 +301,7 @@ class RunFolder:
         return new_name
 
     def examine(self, name: str) -> tuple[Manifest, bytes]:
-        """Check the sizes of a step's files; returns its manifest and the bytes of its index.
+        """Check the sizes of a step's files; return its manifest and the bytes of its index.
 
         Raises:
             CorruptCheckpoint: a file is missing or is not what was written.

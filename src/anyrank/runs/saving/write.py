@@ -102,11 +102,12 @@ def write(
         manifest = describe_step(snapshot, rows or (), now)
         data = snapshot.index.to_bytes()
         manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), data)
-        # The step exists from here on. Older ones are removed only then, as it may be the only one.
+        # From here on the step exists. Older ones are removed only now: it could have been the only
+        # one.
         name = folder.commit(temporary, step, manifest)
         owners = {rank: row.own_tensors for rank, row in enumerate(rows or ()) if row.own_tensors}
         plan, index = snapshot.plan, snapshot.index
-        rests = ranks.channel > 0  # of a thread of its own, beside the training
+        rests = ranks.channel > 0  # in a thread of its own, during the training
         write_metadata(folder, name, plan, index, manifest, owners, rests)
         removed = folder.tidy(name, keep_newest, keeps_forever)
         seconds = time.perf_counter() - start
@@ -117,13 +118,13 @@ def write(
 
 
 class RankRow(NamedTuple):
-    """What a rank tells the first one of its share.
+    """A rank's message to the first one about its share.
 
     Attributes:
-        files: that it wrote.
-        own_tensors: digest of the names, boxes and order of tensors that it alone has; or empty.
-        coords: of the rank.
-        streams: random stream -> digest of its state, where the ranks differ.
+        files: files that it wrote.
+        own_tensors: digest of the names, boxes and order of tensors that only it has; or empty.
+        coords: position of the rank.
+        streams: random stream -> digest of its state, if the ranks differ.
     """
 
     files: RankFiles
@@ -147,11 +148,11 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
 
 
 def describe_step(snapshot: Snapshot, rows: Sequence[RankRow], written: str) -> Manifest:
-    """The manifest, which lacks the record of the step's index.
+    """Make the manifest, still without the record of the step's index.
 
     Args:
-        snapshot: of the first rank.
-        rows: of all ranks.
+        snapshot: snapshot of the first rank.
+        rows: rows of all ranks.
         written: time of the commit.
     """
     coords = [row.coords for row in rows]

@@ -79,7 +79,7 @@ class SavedStreams:
         return {**self.shared, **self.own_states}
 
     def to_json(self) -> dict[str, Any]:
-        """What the manifest holds; `own_states` are in the ranks' own files."""
+        """Return the manifest's record; `own_states` are in the ranks' own files."""
         return {
             "data": [(coords.data_index, coords.data_size) for coords in self.coords],
             "scopes": self.scopes,

@@ -1,4 +1,4 @@
-"""A dataset with a length as a stream: for a transform that has to see samples to make batches.
+"""A dataset with a length as a stream, for a transform that has to see samples to make batches.
 
 Its samples come in the epoch's order, which is cut into as many shards as a step has microbatches.
 """
@@ -21,7 +21,7 @@ class MapStyleStream(Stream):
 
     Args:
         dataset: with a length and `dataset[i]`.
-        transform: of the loader.
+        transform: transform of the loader.
     """
 
     def __init__(self, dataset: Any, transform: Any) -> None:
@@ -32,14 +32,14 @@ class MapStyleStream(Stream):
         self.has_start = True
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
-        """Take what the loader was given."""
+        """Take the settings of the loader."""
         super().begin(seed, shuffle, global_batch, microbatch)
         count = max(1, min(global_batch // microbatch, self._length))
         parts = range(count)
         self.shards: Sequence[Any] = [f"part {n} of {self._length} samples" for n in parts]
 
     def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
-        """The ids of a shard's samples from one on."""
+        """Yield the ids of a shard's samples from one on."""
         check_length(self.dataset, self._length)
         bounds = [n * self._length // len(self.shards) for n in (shard, shard + 1)]
         order = Order(self._length, self.seed, self.shuffle)

@@ -192,7 +192,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
 
 
 def other_than_lora(layer: Any, kinds: Collection[str], adapter: str = "") -> str | None:
-    """What a layer of PEFT, or one of its adapters, is other than plain LoRA; None for that.
+    """Say how a layer of PEFT, or one of its adapters, differs from plain LoRA; None if it is.
 
     Args:
         layer: of PEFT.
