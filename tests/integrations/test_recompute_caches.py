@@ -10,6 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tests.integrations.families import CONFIGS, SMALL, build
+from tests.offloads import offload_of_cpu
 from torch.autograd.profiler import profile
 
 import anyrank
@@ -107,7 +108,7 @@ def test_layers_of_a_padded_batch_are_recomputed_without_a_cache(family: str, ca
     layers, parts = PATTERNS[family]
     for mode in (True, False):  # transformers itself recomputes in training only
         for pattern in (layers, parts):
-            for offload in (None, anyrank.Offload(1 << 26, min_bytes=1, force=True)):
+            for offload in (None, offload_of_cpu(1 << 26)):
                 handle = anyrank.recompute_(model.train(mode), pattern, offload=offload)
                 assert_close(gradients(model), plain)
                 handle.remove()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.integrations.families import build
 from tests.nets import whole
+from tests.offloads import offload_of_cpu
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +37,7 @@ def make(ours: bool) -> Any:
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     if ours:
-        offload = anyrank.Offload(1 << 24, min_bytes=1, force=True)
+        offload = offload_of_cpu(1 << 24)
         tiles = anyrank.tile_(model, "**.mlp", chunk_size=3)
         blocks = anyrank.recompute_(model, "**.layers.*", offload=offload)
         assert len(tiles.names) == len(blocks.names) == 4

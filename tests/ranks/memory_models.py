@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.offloads import offload_of_cpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -186,7 +187,7 @@ def build(feature: Feature, ours: bool) -> Net:
         grad_dtype=torch.float64 if feature.wide else None,
     )
     if feature.nested:
-        pool = anyrank.Offload(1 << 20, min_bytes=1, force=True) if feature.offload else None
+        pool = offload_of_cpu(1 << 20) if feature.offload else None
         anyrank.recompute_(net, "layers.*", offload=pool)
     return net
 

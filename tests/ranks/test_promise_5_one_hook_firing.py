@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.offloads import offload_of_cpu
 from tests.ranks.memory_models import (
     FEATURES,
     WRAPPERS,
@@ -200,7 +201,7 @@ def job_sharded_activations() -> list[bool]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     whole = torch.randn(8, 5, dtype=torch.float64)
-    offload = anyrank.Offload(1 << 20, min_bytes=1, keep_last=0, force=True)
+    offload = offload_of_cpu(1 << 20, keep_last=0)
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * x.exp()

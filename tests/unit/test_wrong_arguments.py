@@ -328,7 +328,6 @@ CALLS: dict[str, Case] = {
             "pool_bytes": [0, -1, "x", 1.5, True, None],
             "keep_last": [-1, "1", True],
             "min_bytes": [-1, "1", 0.5],
-            "force": [1, "yes"],
         },
     ),
     "tile": (
@@ -361,7 +360,6 @@ CALLS: dict[str, Case] = {
             "labels": [3, None, [0], torch.zeros(3)],
             "chunk_size": TILES["chunk_size"],
             "reduction": ["x", None],
-            "impl": ["x", None],
             "ignore_index": ["x", 1.5, None],
             "count": ["x", -1, True],
             "label_smoothing": ["x", -1, 2, None],

@@ -21,14 +21,14 @@ class OffloadEngine:
     """The state of an `Offload`: its host memory, and the blocks under way.
 
     Args:
-        pool_bytes, keep_last, min_bytes, force: as for `Offload`.
+        pool_bytes, keep_last, min_bytes: as for `Offload`.
     """
 
-    def __init__(self, pool_bytes: int, keep_last: int, min_bytes: int, force: bool) -> None:
+    def __init__(self, pool_bytes: int, keep_last: int, min_bytes: int) -> None:
         self.pool = HostPool(pool_bytes)
         self.keep_last = keep_last
         self.min_bytes = min_bytes
-        self.force = force
+        self.moves_cpu = False
         self.closed = False
         self.copy_engines: dict[torch.device, CopyEngine] = {}
         # By id of a live storage.
@@ -99,7 +99,7 @@ class OffloadEngine:
             tensor = tensor.to_local()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return False
-        if tensor.device.type == "meta" or (tensor.device.type == "cpu" and not self.force):
+        if tensor.device.type == "meta" or (tensor.device.type == "cpu" and not self.moves_cpu):
             return False
         if tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride():
             return False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.offloads import offload_of_cpu
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, stack_module_state, vmap
@@ -46,7 +47,7 @@ class Recomputed(TiledNet):
 
 
 def offload() -> anyrank.Offload:
-    return anyrank.Offload(1 << 20, min_bytes=1, keep_last=0, force=True)
+    return offload_of_cpu(1 << 20, keep_last=0)
 
 
 WAYS: dict[str, tuple[type[Net], Callable[[Net], object]]] = {

@@ -1,4 +1,4 @@
-"""`Offload` on CPU tensors with `force=True`: real copies through the whole engine."""
+"""`Offload` on CPU tensors as a device's would go: real copies through the whole engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.offloads import offload_of_cpu
 from torch import nn
 
 import anyrank
@@ -23,9 +24,7 @@ NBYTES = ROWS * WIDTH * 8  # one activation in float64
 
 
 def make(**options: Any) -> anyrank.Offload:
-    return anyrank.Offload(
-        **{"pool_bytes": 100 * NBYTES, "min_bytes": 1, "force": True, "keep_last": 0, **options}
-    )
+    return offload_of_cpu(**{"pool_bytes": 100 * NBYTES, "keep_last": 0, **options})
 
 
 class Block(nn.Module):
@@ -267,7 +266,7 @@ def test_without_gradients_nothing_moves(mode: Callable[[], Any]) -> None:
     assert offload.stats().copied_bytes == 0
 
 
-def test_a_cpu_tensor_stays_without_force() -> None:
+def test_a_cpu_tensor_stays() -> None:
     model, x = Model(), double(ROWS, WIDTH)
     offload = anyrank.Offload(100 * NBYTES, min_bytes=1, keep_last=0)
     anyrank.recompute_(model, "layers.*", offload=offload)
