@@ -49,7 +49,7 @@ def job_together(failing: dict[int, str]) -> Any:
 
     def all_of_it() -> list[int]:
         with open_ranks() as ranks:
-            return ranks.together("counting", work)
+            return ranks.run_and_gather("counting", lambda: (None, work()))[1]
 
     return outcome(all_of_it)
 
@@ -98,7 +98,7 @@ def job_alike(kind: str) -> Any:
 
     def all_of_it() -> None:
         with open_ranks() as ranks:
-            ranks.together("counting", fail)
+            ranks.run("counting", fail)
 
     return outcome(all_of_it)
 

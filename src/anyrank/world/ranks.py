@@ -236,12 +236,6 @@ class Ranks:
         """Start what `any` does; the function that is returned waits for it. All ranks."""
         return self.start_reduce(what, None, flag, operator.or_)
 
-    # -- to be replaced ---------------------------------------------------------------------------
-
-    def together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` as `run_and_gather` does, and keep nothing else."""
-        return self.run_and_gather(what, lambda: (None, work()))[1]
-
     # ---------------------------------------------------------------------------------------------
 
     def ready(self) -> Connections:

@@ -48,7 +48,7 @@ def job_many_calls(folder: str) -> tuple[int, int, list[str]]:
             with open_ranks(None if number % 2 else pair, "test()") as ranks:
                 ranks.gather("exchanging values", b"x" * (number % 3000))
                 if number % 100 == 0:
-                    outcome(lambda ranks=ranks: ranks.together("failing", fail))
+                    outcome(lambda ranks=ranks: ranks.run("failing", fail))
         for number in range(2):
             torch.manual_seed(0)
             state = anyrank.TrainState(nn.Linear(1, 1))
@@ -112,11 +112,11 @@ def job_late_within_a_call() -> tuple[str, str]:
     with open_ranks(call="test()") as ranks:
         if ranks.rank == 1:
             default_store().wait(["gave up"])
-        found = outcome(lambda: ranks.together("counting", lambda: 1))
+        found = outcome(lambda: ranks.run("counting", lambda: 1))
         default_store().set("gave up", "1")
         # An object that is kept for long, as Checkpoints are, goes on with the ranks that live.
         os.environ["ANYRANK_TIMEOUT_SEC"] = "60"
-        assert ranks.together("counting again", lambda: ranks.rank) == [0, 1, 2]
+        assert ranks.gather("counting again", ranks.rank) == [0, 1, 2]
     return found
 
 
@@ -212,7 +212,7 @@ def job_beside_collectives() -> list[float]:
         for _ in range(20):
             one, other = torch.ones(1000), torch.ones(1000)
             first = dist.all_reduce(one, async_op=True)
-            ranks.together("counting", lambda: ranks.rank)
+            ranks.run("counting", lambda: ranks.rank)
             second = dist.all_reduce(other, async_op=True)
             load()
             for work in (first, second):

@@ -202,7 +202,7 @@ def wait_for(late: float, where: str) -> None:
     """A later call, the first one, and work within one."""
     if where == "reading":
         with open_ranks() as ranks:
-            ranks.together("reading", lambda: time.sleep(late))
+            ranks.run("reading", lambda: time.sleep(late))
         return
     time.sleep(late)
     if where == "load()":

@@ -171,7 +171,10 @@ class PeerMemory(RunListener):
 
     def _snapshots(self) -> list[PeerSnapshot]:
         """List the snapshots without missing files, the newest first. Equal on all ranks."""
-        answers = self.ranks.together("looking at the machines' memory", self._list_own)
+        # Once in a resume: the first rank of each machine lists its snapshots, the others nothing,
+        # and all find which machine has which file.
+        what = "looking at the machines' memory"
+        _, answers = self.ranks.run_and_gather(what, lambda: (None, self._list_own()))
         snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
         missing: dict[tuple[int, str, str], set[str]] = {}
         senders = zip(self.ranks.ranks, self.ranks.nodes, answers, strict=True)

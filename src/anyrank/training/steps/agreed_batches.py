@@ -102,7 +102,7 @@ class OwnBatches:
 
         Raises:
             Exception: in one process, what the fetch raised; on several ranks an AnyrankError as
-                from `Ranks.together`, with the exception of each rank.
+                from `Ranks.run`, with the exception of each rank.
         """
         if self._wait is None:
             self.tell(ranks)
