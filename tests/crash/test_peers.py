@@ -313,7 +313,7 @@ def job_no_room(memory: str, path: str) -> Any:
 
 def test_a_memory_without_room_does_not_stop_the_run(tmp_path: Path) -> None:
     memory, path = str(tmp_path / "memory"), str(tmp_path / "run")
-    full = Fault(1, "file.write", "enospc", 9)  # of four a snapshot: in the third
+    full = Fault(1, "file.write", "enospc", 10)  # of three a snapshot, and a save: in the third
     for keys, left in run_ranks(2, job_no_room, memory, path, faults=[full]):
         assert keys == [1, 2, 3, 4, 5]
         assert left == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from anyrank.errors import CorruptCheckpoint
@@ -109,6 +109,7 @@ class Locator:
         index: index of it.
         indexes: ranks' indexes that were read.
         own_rank: rank whose own tensors the listing has.
+        met: ranks that have some pieces of a tensor, kept because most tensors are alike.
     """
 
     storage: Storage
@@ -117,23 +118,25 @@ class Locator:
     index: StepIndex
     indexes: dict[int, RankIndex]
     own_rank: int
+    met: dict[object, frozenset[int]] = field(default_factory=dict[object, frozenset[int]])
 
     def ranks_for(self, fills: Iterable[TensorFill]) -> set[int]:
         """Find the ranks whose indexes say where the bytes of some tensors are."""
         ranks: set[int] = set()
-        known: dict[object, frozenset[int]] = {}  # most tensors are alike
         for fill in fills:
             number = fill.stored.chunks[0].file
-            pieces = fill.target.pieces
-            if number >= len(self.index.tensors) or not pieces:
-                continue
-            tensor = self.index.tensors[number]
-            key = tensor.shape, id(tensor.where), pieces
-            if key not in known:
-                met = (tensor.ranks_with(piece.box) for piece in pieces)
-                known[key] = frozenset(rank for some in met for rank in some)
-            ranks |= known[key]
+            if number < len(self.index.tensors):
+                ranks |= self._ranks_with(number, fill.target.pieces)
         return ranks
+
+    def _ranks_with(self, number: int, pieces: tuple[Piece, ...]) -> frozenset[int]:
+        """Find the ranks that may have elements of some pieces of a tensor."""
+        tensor = self.index.tensors[number]
+        key = tensor.shape, tensor.where, pieces
+        if key not in self.met:
+            met = (tensor.ranks_with(piece.box) for piece in pieces)
+            self.met[key] = frozenset(rank for some in met for rank in some)
+        return self.met[key]
 
     def read(self, ranks: Iterable[int], threads: int) -> None:
         """Read the indexes of some ranks.
@@ -158,12 +161,10 @@ class Locator:
             located.append(replace(fill, stored=replace(stored, chunks=chunks)))
         return located
 
-    def _chunks_for(self, number: int, pieces: Sequence[Piece]) -> tuple[Chunk, ...]:
-        tensor = self.index.tensors[number]
-        ranks = {rank for piece in pieces for rank in tensor.ranks_with(piece.box)}
+    def _chunks_for(self, number: int, pieces: tuple[Piece, ...]) -> tuple[Chunk, ...]:
         return tuple(
             chunk
-            for rank in sorted(ranks)
+            for rank in sorted(self._ranks_with(number, pieces))
             for chunk in _chunks(rank, self.indexes[rank].placed.get(number, ()))
             if any(piece.box.intersect(chunk.box) for piece in pieces)
         )
