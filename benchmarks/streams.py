@@ -318,4 +318,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import streams  # the ranks import its jobs by this name
+
+    streams.main()

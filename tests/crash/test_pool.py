@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import random
@@ -614,22 +614,6 @@ def test_a_fault_that_is_never_reached_is_a_failure() -> None:
 
 # -- where jobs come from -------------------------------------------------------------------------
 
-SCRIPT = """
-import torch.distributed as dist
-from anyrank.testing import run_ranks
-
-class Value:
-    def __init__(self, rank): self.rank = rank
-
-def job(value):
-    return Value(value.rank + dist.get_rank())
-
-if __name__ == "__main__":
-    results = run_ranks(2, job, Value(5))
-    assert all(type(result) is Value for result in results)
-    print([result.rank for result in results])
-"""
-
 
 def run_python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -642,36 +626,33 @@ def said(stderr: str) -> str:
     return stderr.partition("nanobind: leaked")[0]
 
 
-def test_a_job_in_a_script_whose_ranks_end_with_it(tmp_path: Path) -> None:
-    script = """
+def test_the_ranks_of_a_script_end_with_it(tmp_path: Path) -> None:
+    jobs = """
+        import os, pathlib, signal, time
+        import torch.distributed as dist
+
         def kill_owner(owner):
             pathlib.Path(f"pid{os.getpid()}").touch()
             dist.barrier()
             os.kill(owner, signal.SIGKILL)
             time.sleep(100)
+    """
+    script = """
+        import os
+        from anyrank.testing import run_ranks
+        from jobs_of_a_script import kill_owner
 
         if __name__ == "__main__":
-            sys.stdout.flush()
             run_ranks(2, kill_owner, os.getpid())
     """
-    imports = "import os, pathlib, signal, sys, time\n"
-    (tmp_path / "script.py").write_text(imports + SCRIPT + textwrap.dedent(script))
+    (tmp_path / "jobs_of_a_script.py").write_text(textwrap.dedent(jobs))
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
     done = run_python("script.py", cwd=tmp_path)
-    assert (done.stdout, said(done.stderr)) == ("[5, 6]\n", "")
+    assert (done.stdout, said(done.stderr)) == ("", "")
     assert done.returncode == -signal.SIGKILL
     pids = [int(file.name.removeprefix("pid")) for file in tmp_path.glob("pid*")]
     assert len(pids) == 2
     wait_for_the_end_of(pids)
-
-
-def test_a_job_in_a_package_run_with_m(tmp_path: Path) -> None:
-    package = tmp_path / "some_package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "helper.py").write_text("offset = 0\n")
-    (package / "run.py").write_text(f"from .helper import offset\n{SCRIPT}")
-    done = run_python("-m", "some_package.run", cwd=tmp_path)
-    assert (done.stdout, said(done.stderr)) == ("[5, 6]\n", "")
 
 
 def test_a_file_that_starts_ranks_where_they_import_it_is_refused(
@@ -682,37 +663,18 @@ def test_a_file_that_starts_ranks_where_they_import_it_is_refused(
     (tmp_path / "starting_jobs.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        RanksFailed, match=r"starting_jobs.py: starts .* call under `if __name__ =="
+        RanksFailed, match=r"module of starting_jobs.job starts .* call under `if __name__ =="
     ):
         run_ranks(1, importlib.import_module("starting_jobs").job)
 
 
-def test_a_job_from_a_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_a_script_or_a_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = types.ModuleType("__main__")
     prompt.job = types.FunctionType(get_pid.__code__, vars(prompt))
     prompt.job.__qualname__ = "job"
     monkeypatch.setitem(sys.modules, "__main__", prompt)
     with pytest.raises(ValueError, match="define the job in a module and import it"):
         run_ranks(1, prompt.job)
-
-
-def test_a_module_outside_the_path_is_found_and_its_changes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As pytest's importlib mode does it: in sys.modules under a dotted name that no import finds.
-    monkeypatch.setitem(sys.modules, "no_such_package", types.ModuleType("no_such_package"))
-    file = tmp_path / "jobs.py"
-    for round_number in range(2):
-        file.write_text(f"def job():\n    return {round_number}\n")
-        # Bytecode is kept by size and whole seconds.
-        os.utime(file, (round_number, round_number))
-        spec = importlib.util.spec_from_file_location("no_such_package.jobs", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "no_such_package.jobs", module)
-        spec.loader.exec_module(module)
-        assert run_ranks(2, module.job, init=False) == [round_number] * 2
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class RankPool:
 
         Args:
             world_size: number of ranks, 1 to `max_ranks`.
-            job: a function at the top level of a file, which may be a script's `__main__`.
+            job: a function at the top level of a module that the ranks can import.
             *args: its arguments, the same on all ranks.
             timeout: seconds for the job; starting processes and importing it do not count.
             grace: seconds for the other ranks to end after the first failure.
@@ -89,7 +89,7 @@ class RankPool:
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size is {world_size}: this pool has 1 to {self.max_ranks}")
         fault.check(faults, world_size)
-        pickled, modules = transport.pack((job, args, kwargs))
+        pickled = transport.pack((job, args, kwargs))
         with self._lock:
             server, ranks = self._ready(world_size)
             self._num_calls += 1
@@ -103,7 +103,7 @@ class RankPool:
                     environ={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
                     cwd=os.getcwd(),
                     path=list(sys.path),
-                    modules=modules,
+                    name=transport.name_of(job),
                     job=pickled,
                     faults=[injected for injected in faults if injected.rank == rank],
                 )

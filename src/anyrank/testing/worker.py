@@ -81,9 +81,7 @@ def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned |
     try:
         with warnings.catch_warnings():
             reset(task)
-            for ref in task.modules:
-                transport.fetch(ref)
-            job, args, kwargs = pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
+            job, args, kwargs = transport.unpack(task)
             meet(task)
             # A job may destroy the group before its DDP model. Then the model, the last to refer to
             # it, would end its threads while it holds Python's lock, for which they wait.

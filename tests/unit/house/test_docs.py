@@ -247,14 +247,9 @@ def run_torchrun(block: Block, num_ranks: str, folder: Path) -> str:
 
 def run_tests(block: Block, folder: Path) -> str:
     """Call every test of a block, as pytest would."""
-    path = folder / "test_of_reader.py"
-    path.write_text(block.text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("test_of_reader", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["test_of_reader"] = module
-    spec.loader.exec_module(module)
+    name = f"test_of_reader_{folder.name}".replace("-", "_")  # ranks keep the modules of others
+    (folder / f"{name}.py").write_text(block.text, encoding="utf-8")
+    module = importlib.import_module(name)
     tests = [value for name, value in vars(module).items() if name.startswith("test_")]
     assert tests
     for test in tests:
