@@ -1,1 +1,1 @@
-"""Which samples a step has, in which order, and how a worker process brings them."""
+"""The samples of a step and their order, and how a worker process delivers them."""

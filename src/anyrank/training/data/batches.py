@@ -1,8 +1,8 @@
-"""A batch, and how it comes from a worker: its small tensors as bytes in the message.
+"""A batch, and its way from a worker: small tensors travel as bytes in the message.
 
 A DataLoader passes each tensor by a file descriptor, for which the rank has to ask a thread of the
-worker. That takes longer than copying a small tensor, as the worker is busy reading meanwhile, and
-a rank may run out of descriptors.
+worker. That takes longer than copying a small tensor, because the worker is busy reading meanwhile,
+and a rank may run out of descriptors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SMALL = 128 * 1024  # bytes: three such tensors take half the time, three of 1 M
 
 
 class FetchedBatch(NamedTuple):
-    """A request and its batch; a tuple, which a DataLoader with pin_memory pins.
+    """A request and its batch; it is a tuple, which a DataLoader with pin_memory pins.
 
     Attributes:
-        request: that the batch answers.
-        batch: as collate_fn has made it.
+        request: the request that the batch answers.
+        batch: the result of collate_fn.
         has_own_memory: whether no tensor of the batch shares memory with another process.
     """
 
@@ -40,10 +40,10 @@ def _as_message(fetched: FetchedBatch) -> bytes:
     """A batch, for `_from_message` in the rank. Large tensors go by descriptor."""
     message = io.BytesIO()
     try:
-        # As a plain tuple, which is not pickled by this function.
+        # As a plain tuple, because this function may not pickle it again.
         _Pickler(message, fetched.has_own_memory).dump((*fetched,))
     except Exception as error:
-        # A queue prints what is raised here and sends nothing, so the rank would wait for ever.
+        # A queue prints exceptions raised here and sends nothing, so the rank would wait for ever.
         why = (
             f"a worker cannot send the batch of {list(fetched.request.ids)}: "
             f"{type(error).__name__}: {error}: let the dataset and collate_fn return what can be "
@@ -59,11 +59,11 @@ def _from_message(message: bytes) -> FetchedBatch:
 
 
 def as_sent(fetched: FetchedBatch) -> FetchedBatch:
-    """A batch of `_from_message`.
+    """Return a batch of `_from_message`.
 
     Raises:
-        TypeError: the worker could not pickle it. Here, and not where it is unpickled: that may be
-            a thread of the DataLoader's, which would end without a word.
+        TypeError: the worker could not pickle it. It is raised here because unpickling may run in a
+            thread of the DataLoader, which would end silently.
     """
     if isinstance(fetched.batch, _Unsent):
         raise TypeError(fetched.batch.why)
@@ -72,7 +72,7 @@ def as_sent(fetched: FetchedBatch) -> FetchedBatch:
 
 @dataclass(frozen=True)
 class _Unsent:
-    """In the place of a batch that its worker could not pickle."""
+    """A stand-in for a batch that its worker could not pickle."""
 
     why: str
 
@@ -84,7 +84,7 @@ class _Pickler(ForkingPickler):
         self._memories: dict[tuple[int, int], _Memory] = {}  # by address and size
 
     def reducer_override(self, value: Any) -> Any:
-        """How an object is pickled that is no plain value."""
+        """Choose how an object other than a plain value is pickled."""
         if type(value) is not torch.Tensor:
             return NotImplemented
         if value.is_conj() or value.is_neg():  # torch would pass other numbers
@@ -93,14 +93,14 @@ class _Pickler(ForkingPickler):
             return NotImplemented
         storage = value.untyped_storage()
         memory, size = _Memory(storage), storage.nbytes()
-        if size:  # memories of none have one address
+        if size:  # empty memories share one address
             memory = self._memories.setdefault((storage.data_ptr(), size), memory)
         layout = value.storage_offset(), [*value.shape], [*value.stride()]
         return _as_tensor, (memory, value.dtype, *layout)
 
 
 class _Memory:
-    """The memory of small tensors: those that share it in the worker share it in the rank."""
+    """The memory of small tensors: tensors that share it in the worker share it in the rank."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -125,7 +125,7 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
 
 
 def _as_memory(data: bytes) -> torch.UntypedStorage:
-    # Torch's own memory: math libraries may compute other bits where it begins elsewhere.
+    # Torch's own memory: math libraries may compute other bits for other alignments.
     values = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     ctypes.memmove(values.data_ptr(), data, len(data))
     return values.untyped_storage()

@@ -30,15 +30,15 @@ class MicrobatchRequest:
 
     Attributes:
         epoch: counted from 0.
-        start: position of the first sample in the epoch's order, which with the epoch seeds the
-            random numbers of the samples.
+        start: position of the first sample in the epoch's order; with the epoch it seeds the random
+            numbers of the samples.
         ids: sample ids, in order.
     """
 
     epoch: int
     start: int
     ids: tuple[int, ...]
-    is_empty: ClassVar[bool] = False  # then its batch is another's, a copy
+    is_empty: ClassVar[bool] = False  # if True, its batch is a copy of another's
 
 
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
@@ -49,7 +49,7 @@ def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest
 class MicrobatchDataset(Dataset[FetchedBatch]):
     """The user's dataset, indexed by microbatch. Used in the workers, or in this process.
 
-    Seeds the random streams, and leaves them to its caller.
+    It seeds the random streams, and leaves them so for its caller.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
         self.collate_fn = collate_fn or default_collate
 
     def __getitem__(self, request: Any) -> FetchedBatch:
-        # For the samples and for the collate_fn, which may draw too, for instance to mask tokens.
+        # For the samples and for the collate_fn, which may draw too, for example to mask tokens.
         reseed(derive(self.seed, request.epoch, request.start, "samples"))
         where, samples = "dataset.__getitems__", list[Any]()
         try:
@@ -78,25 +78,25 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
                     f"{where} returned {len(samples)} samples for {len(request.ids)} ids"
                 )
             where = "collate_fn"
-            # In a worker the default one makes memory that could be shared, and shares it not.
+            # default_collate allocates shared memory in workers, but nothing else maps it.
             is_default = self.collate_fn is default_collate
             return FetchedBatch(request, self.collate_fn(samples), is_default)
         except Exception as error:
             note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
-            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data
+            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of data
                 raise RuntimeError(f"StopIteration, {note}") from error
             error.add_note(note)
             raise
 
 
 class OwnOrder:
-    """A dataset that brings its order with it: of a loader's `from_shards` and `from_iterable`."""
+    """A dataset with its own order, for a loader's `from_shards` and `from_iterable`."""
 
     position_class: Any = None  # a class of positions of its own
     max_open = 1  # places in it that are read at a time
 
     def __len__(self) -> int:
-        """Samples, or shards where their samples are not known."""
+        """The number of samples, or of shards if their samples are not known."""
         raise NotImplementedError
 
     def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> Order:
@@ -114,7 +114,7 @@ class RequestSampler(Sampler[Any]):
     """Yields a loader's requests. One object for all iterations, so that workers can persist.
 
     Args:
-        upcoming: a method of its position, referenced weakly: workers end with the loader.
+        upcoming: a method of the loader's position, referenced weakly: workers end with the loader.
     """
 
     def __init__(self, upcoming: Callable[[], Iterator[Any]]) -> None:
@@ -127,14 +127,14 @@ class RequestSampler(Sampler[Any]):
 
 
 def unchanged(batch: Any) -> Any:
-    """Collate function for items that are batches already."""
+    """Return items that are batches already; used as a collate function."""
     return batch
 
 
 def make_fetcher(
     samples: MicrobatchDataset, requests: RequestSampler, num_workers: int, **options: Any
 ) -> DataLoader[FetchedBatch]:
-    """A DataLoader from requests to batches. Iterating it draws from no stream of this process."""
+    """Make a DataLoader from requests to batches. Iterating it draws from no stream here."""
     if num_workers:
         options["worker_init_fn"] = leave_to_rank
     private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
@@ -160,7 +160,7 @@ def check_length(dataset: Any, planned: int) -> None:
     """Refuse a dataset that has another length than when its order was planned.
 
     Raises:
-        CheckpointError: says both.
+        CheckpointError: names both lengths.
     """
     if (now := len(dataset)) != planned:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from anyrank.tensors.hashing import derive, mix64, signed
 
 ORDER_NAME = "feistel-v1"
 IDENTITY_NAME = "identity"
-BLOCK = 4096  # positions that are computed at a time
+BLOCK = 4096  # positions computed at a time
 ROUNDS = 8  # even, so that halves of different widths end where they started
 
 
@@ -27,7 +27,7 @@ class Order:
 
     Attributes:
         n: number of samples.
-        seed: of the run.
+        seed: seed of the run.
         shuffle: False for 0, 1, 2 and so on in every epoch.
     """
 
@@ -57,7 +57,7 @@ class Order:
 
     @property
     def repeats(self) -> bool:
-        """Whether an epoch may have a sample several times, and others not at all."""
+        """Return whether an epoch may contain a sample several times, and others not at all."""
         return False
 
     @property
@@ -80,7 +80,7 @@ class Order:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-# A step's ids are computed several times, and a part of a block costs as much as the block.
+# A step's ids are computed several times, and part of a block costs as much as all of it.
 @functools.lru_cache(maxsize=8)
 def _ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
     """Sample ids at the positions of one block, fewer than BLOCK in the last."""

@@ -26,7 +26,7 @@ class Receipt:
 
     Attributes:
         count: number of samples.
-        sum: of their 64-bit hashes, modulo 2 ** 64.
+        sum: sum of their 64-bit hashes, modulo 2 ** 64.
     """
 
     count: int = 0
@@ -48,7 +48,7 @@ class Receipt:
 
 
 class EpochVerdict(NamedTuple):
-    """A finished epoch: its number, its number of samples, and what was verified of them."""
+    """A finished epoch: its number, its number of samples, and the result of their verification."""
 
     epoch: int
     samples: int
@@ -56,7 +56,7 @@ class EpochVerdict(NamedTuple):
 
 
 def epochs_in_words(verdicts: Sequence[EpochVerdict]) -> list[str]:
-    """A line for each run of epochs alike: "epochs 0 to 59: 96 samples each, exactly once"."""
+    """A line for each run of equal epochs: "epochs 0 to 59: 96 samples each, exactly once"."""
     lines: list[str] = []
     for (samples, verdict), alike in itertools.groupby(verdicts, key=itemgetter(1, 2)):
         first, *others = alike
@@ -78,7 +78,7 @@ class EpochAccount:
         earlier: samples committed before this process started or resumed, on all ranks.
         planned: samples of all committed steps, computed from the order.
         seen: samples that this rank has run and committed since.
-        dropped: samples at the epoch's end that are in no step.
+        dropped: samples at the epoch's end that belong to no step.
     """
 
     epoch: int

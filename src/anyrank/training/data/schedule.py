@@ -1,4 +1,4 @@
-"""How an epoch is divided into steps, a step into microbatches, and microbatches among ranks.
+"""Divides an epoch into steps, a step into microbatches, and microbatches among ranks.
 
 Pure arithmetic on positions in the epoch's order. Only `slots_of_rank` depends on the ranks.
 """
@@ -21,7 +21,7 @@ class MicrobatchSlot:
 
     Attributes:
         k: index of the microbatch in the step.
-        is_copy: run with weight 0, for the collectives only: another slot has the microbatch.
+        is_copy: runs with weight 0, only for the collectives: another slot has the microbatch.
     """
 
     k: int
@@ -87,7 +87,7 @@ def slots_of_rank(
     Every rank gets the same number of slots, so that collectives in forward and backward match.
 
     Args:
-        count: of the step.
+        count: number of the step's microbatches.
         rank: its index.
         size: number of ranks.
         takes_turns: the ranks take turns; otherwise a rank's microbatches are neighbours.
@@ -105,10 +105,10 @@ class Schedule:
     """The constants of a run's data plan.
 
     Attributes:
-        order: of the samples.
+        order: order of the samples.
         global_batch: samples of a step.
         microbatch: samples of one forward pass; divides `global_batch`.
-        tail: what happens to the samples that do not fill an epoch's last step.
+        tail: treatment of the samples that do not fill an epoch's last step.
     """
 
     order: Order

@@ -26,7 +26,7 @@ class WeightedOrder(Order):
     """An epoch of n independent draws, for a dataset of n samples.
 
     Attributes:
-        digest: of the weights.
+        digest: digest of the weights.
         ends: int64 [n], the cumulative sums of the scaled weights.
     """
 
@@ -56,8 +56,8 @@ class WeightedOrder(Order):
 def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:
     """The order of n draws by the weights of n samples.
 
-    Beside the weights it takes the 8 bytes a sample that the order keeps, and 8 for weights that
-    are no tensor or array of numbers.
+    In addition to the weights it takes the 8 bytes per sample that the order keeps, and 8 more for
+    weights that are not a tensor or array of numbers.
 
     Raises:
         TypeError: weights that are not numbers.
@@ -77,7 +77,7 @@ def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -
 
 @contextlib.contextmanager
 def _one_thread() -> Generator[None]:
-    """Compute with one thread: on chunks this small several would mostly wait for each other."""
+    """Compute with one thread: on such small chunks several would mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,7 +93,7 @@ def _order_of(values: torch.Tensor, seed: int) -> WeightedOrder:
     smallest, largest = float(torch.stack(bounds).min()), float(torch.stack(bounds).max())
     if not (math.isfinite(smallest) and math.isfinite(largest) and smallest >= 0 < largest):
         raise ValueError("weights must be finite, at least 0, and not all 0")
-    # Divided before the sum, which might overflow.
+    # Divided before the sum, which might overflow otherwise.
     total = exact_sum(_chunk(values, offset) / largest for offset in chunks)
     ends = torch.empty(n, dtype=torch.int64, device="cpu")
     carry = hashes = 0
@@ -103,7 +103,8 @@ def _order_of(values: torch.Tensor, seed: int) -> WeightedOrder:
         part_ends = torch.cumsum(parts, 0, out=ends[offset : offset + len(parts)])
         part_ends += carry
         carry = int(part_ends[-1])
-    # The list distinguishes weights: their number, and the sum of a hash of each and its position.
+    # The list distinguishes weights by their number, and the sum of a hash of each with its
+    # position.
     digest = derive(str([n, signed(hashes)]), size=4)
     return WeightedOrder(n, seed, True, f"{digest:08x}", ends)
 

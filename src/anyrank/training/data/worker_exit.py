@@ -21,13 +21,14 @@ from multiprocessing.util import Finalize
 from anyrank.training.data.batches import FetchedBatch, as_sent
 
 CHECK_SEC = 1.0  # how often a worker checks that its rank is alive
-JOIN_SEC = 2.0  # for a process that was killed; it takes milliseconds
-END = signal.SIGRTMAX - 1  # from its rank to a worker; of the signals that nothing else sends
+JOIN_SEC = 2.0  # for a killed process; it takes milliseconds
+END = signal.SIGRTMAX - 1  # from a rank to its worker; a signal that nothing else sends
 
 
 class WorkerExit:
-    """Ends a loader's workers when this process ends, even if the loader was collected before: a
-    traceback may keep the DataLoader's iterator alive.
+    """Ends a loader's workers when this process ends, even if the loader was collected before.
+
+    A traceback may keep the DataLoader's iterator alive.
     """
 
     def __init__(self) -> None:
@@ -35,10 +36,10 @@ class WorkerExit:
         self.at_exit: Finalize | None = None
 
     def watch(self, start: Callable[[], Iterator[FetchedBatch]]) -> Iterator[FetchedBatch]:
-        """The batches that a function starts, which may start workers: these are registered.
+        """Return the batches that a function starts, and register the workers that it starts.
 
         Raises:
-            TypeError: from the batches: a worker could not send one.
+            TypeError: raised by the batches: a worker could not send one.
         """
         before = multiprocessing.active_children()
         batches = None
@@ -56,13 +57,13 @@ class WorkerExit:
                 # before it signals and joins its children.
                 self.at_exit = Finalize(None, kill, (self.workers,), exitpriority=0)
             if batches is not None and new:
-                # An error makes a cycle with its frames. Where these are collected, torch closes
-                # its queues before it tells the workers to end, and waits for them; they stay.
+                # An error makes a cycle with its frames. When these are collected, torch closes its
+                # queues before it tells the workers to end, and waits for them; they stay.
                 weakref.finalize(batches, end, new, os.getpid()).atexit = False
 
 
 def kill(workers: list[BaseProcess]) -> None:
-    """End workers at once, when this process ends. Waits for them JOIN_SEC at most."""
+    """End workers at once, when this process ends. Waits for them for at most JOIN_SEC."""
     with contextlib.suppress(ValueError):  # not in the main thread
         # torch's handler would raise an error because a worker was killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -76,7 +77,7 @@ def end(workers: list[BaseProcess], rank: int) -> None:
     """Let workers end whose batches nobody can ask for any more.
 
     Args:
-        rank: process that started them; others that it forks have the object with the batches too.
+        rank: the process that started them; processes that it forks have the batches object too.
     """
     if os.getpid() == rank:
         for worker in workers:
@@ -87,7 +88,7 @@ def end(workers: list[BaseProcess], rank: int) -> None:
 def leave_to_rank(worker: int) -> None:
     """Make a worker ignore SIGTERM and SIGUSR1, and end with its rank. For `worker_init_fn`."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        # A function: SIG_IGN would be inherited by programs that the dataset starts.
+        # A function, because programs that the dataset starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
     signal.signal(END, lambda *_: os._exit(0))  # with another status torch raises in the rank
     threading.Thread(target=_end_with_parent, name="anyrank-parent", daemon=True).start()
@@ -97,7 +98,7 @@ def _end_with_parent() -> None:
     """Wait until the process that started this one has ended, then end this one too."""
     parent, started_by = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
-    # A process that was forked later may keep the sentinel open, so the parent's id is checked too.
+    # A process that was forked later may keep the sentinel open, so the parent's id counts too.
     while os.getppid() == started_by and not wait([parent.sentinel], CHECK_SEC):
         pass
     os._exit(1)

@@ -1,1 +1,1 @@
-"""`ElasticLoader`, and a step: its microbatches, its backward passes, what is recorded of it."""
+"""`ElasticLoader`, and a step: its microbatches, its backward passes, and its record."""

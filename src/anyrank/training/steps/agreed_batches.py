@@ -1,4 +1,4 @@
-"""The batches of a step: each rank fetches its own, and the failure of one is every rank's."""
+"""The batches of a step: each rank fetches its own, and one rank's failure is every rank's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from anyrank.world.failures import Failure, as_failure, join_failures
 from anyrank.world.first_ranks import FirstRanks, join_first
 from anyrank.world.ranks import Ranks
 
-FIRST = 2  # batches of a step that the ranks agree on at once
+FIRST = 2  # batches of a step that the ranks agree on together
 WHAT = "fetching a batch"
 
 
 @dataclass(frozen=True)
 class Fetcher:
-    """How the batches of a step are fetched on this rank.
+    """The functions that fetch a step's batches on this rank.
 
     Attributes:
         fetch: returns the batch of a slot.
@@ -52,14 +52,14 @@ class Ahead(NamedTuple):
 
 
 class OwnBatches:
-    """Some batches of this rank, fetched at once. It has them when all ranks are known to.
+    """Some batches of this rank, fetched together; handed out once all ranks have theirs.
 
     Args:
-        fetcher: of their step.
-        slots: whose batches.
+        fetcher: fetcher of their step.
+        slots: slots of the batches.
 
     Attributes:
-        report: what the others have to know of them.
+        report: this rank's report on them.
     """
 
     def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
@@ -108,12 +108,12 @@ class OwnBatches:
             self.tell(ranks)
         assert self._wait is not None
         self._learn(self._wait())
-        batches, self._batches = self._batches, []  # else their memory stays with this object
+        batches, self._batches = self._batches, []  # else this object would keep their memory
         return batches
 
 
 def fetch_first(fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> OwnBatches:
-    """The first batches of a step with these slots."""
+    """Fetch the first batches of a step with these slots."""
     return OwnBatches(fetcher, slots[:FIRST])
 
 
@@ -130,13 +130,13 @@ def one_ahead(
     microbatches without a sample, which several run as copies, since all run as many.
 
     Args:
-        ranks: that have the step.
-        fetcher: of the step.
-        slots: of the step on this rank, at least one.
+        ranks: the ranks that have the step.
+        fetcher: the step's fetcher.
+        slots: the step's slots on this rank, at least one.
         first: the first batches, if they were fetched before.
 
     Raises:
-        Exception: as `OwnBatches.take`.
+        Exception: as for `OwnBatches.take`.
     """
     if ranks.size == 1:
         yield from _with_samples(_one_by_one(ranks, fetcher, slots, first))

@@ -51,11 +51,11 @@ class ElasticLoader:
     All data-parallel ranks iterate together.
 
     Args:
-        dataset: with a length and `dataset[i]`; its random numbers are seeded for each microbatch.
-            Its `__getitems__` is used if it has that method.
+        dataset: a dataset with a length and `dataset[i]`; its random numbers are seeded for each
+            microbatch. Its `__getitems__` is used if it has that method.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass.
-        seed: of the order and of all random numbers.
+        seed: seed of the order and of all random numbers.
         shuffle: False for the dataset's own order.
         num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
@@ -67,7 +67,7 @@ class ElasticLoader:
         pin_memory: as in a DataLoader.
         prefetch_factor: as in a DataLoader.
         persistent_workers: as in a DataLoader.
-        weights: of the samples, n numbers: an epoch is then n draws with replacement, the same on
+        weights: n numbers, one per sample: an epoch is then n draws with replacement, the same on
             any number of ranks. A sample that is drawn again gets different random numbers.
         transform: makes the samples of microbatches, as of `from_shards`: the dataset is read as a
             stream, whose length is not known, but with `keys`.
@@ -143,7 +143,7 @@ class ElasticLoader:
             if weights is not None:
                 raise ValueError("weights draw samples at random, which shards are not read for")
             order = dataset.order(seed, shuffle, global_batch, microbatch)
-            may_change = None  # the lanes of an epoch are those of its global batch
+            may_change = None  # the lanes of an epoch depend on its global batch
             position_class = dataset.position_class or Position
         elif keys is not None:
             order = _bucket_order(n, seed, shuffle, microbatch, keys, transform, weights)
@@ -183,7 +183,7 @@ class ElasticLoader:
         endless: bool = False,
         **options: Any,
     ) -> ElasticLoader:
-        """A loader over shards whose rows are read in sequence: files, row groups, archives.
+        """Make a loader over shards whose rows are read in sequence: files, row groups, archives.
 
         An epoch's shards are dealt to at most K = global_batch / microbatch lanes, each of which
         reads its own one after the other; their order changes with the epoch. A microbatch of a
@@ -195,13 +195,13 @@ class ElasticLoader:
 
         Args:
             shards: arguments of `read`; names or numbers, the same throughout the run. A resume
-                with others says which; others that are appended come with the next epoch.
-            read: shard -> its rows, the same in the same order each time. Where it takes `start=`,
-                a resume begins there, at a row counted from 0; else rows before are read again.
+                with different ones says which; appended ones come with the next epoch.
+            read: shard -> its rows, the same in the same order each time. If it takes `start=`, a
+                resume begins there, at a row counted from 0; else the rows before are read again.
                 Its random numbers depend on (seed, epoch, shard, row).
             lengths: number of rows of each shard, if they are known.
-            transform: makes samples of rows: `anyrank.Pack`, `anyrank.Buckets`, or an object of
-                your own with `feed(row)` and `end()`, which give lists of samples. Each lane has a
+            transform: makes samples from rows: `anyrank.Pack`, `anyrank.Buckets`, or your own
+                object with `feed(row)` and `end()`, which return lists of samples. Each lane has a
                 copy of it.
             window: rows of a shard that are mixed among each other; they are in memory, and read
                 again by a resume. Default: rows stay in the order of their shard.
@@ -243,7 +243,7 @@ class ElasticLoader:
         until: Literal["first", "all"] = "first",
         **options: Any,
     ) -> ElasticLoader:
-        """A loader over a dataset that is cut into shards by itself, as `from_shards` of these.
+        """Make a loader over a dataset that is divided into shards, like `from_shards` of these.
 
         Args:
             dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, and without a
@@ -260,7 +260,7 @@ class ElasticLoader:
 
         Raises:
             TypeError: a dataset without shards.
-            ValueError: one whose rows or shards are not the same each time; as `from_shards`.
+            ValueError: its rows or shards are not the same each time; as for `from_shards`.
 
         Example::
 
@@ -286,7 +286,7 @@ class ElasticLoader:
 
     @property
     def position(self) -> Position:
-        """Its place in the data, and the verification of it. For anyrank's own use: may change."""
+        """Its position in the data, and its verification. For anyrank's own use: may change."""
         return self._position
 
     @property
@@ -340,8 +340,9 @@ class ElasticLoader:
         self.position.load_state_dict(state_dict)
 
     def commit(self) -> None:
-        """Count the current step as completed, after the optimizer's step; nothing if it is
-        counted already. No collectives.
+        """Count the current step as completed, after the optimizer's step. No collectives.
+
+        Does nothing if it is counted already.
 
         Raises:
             CheckpointError: not all of its microbatches were run.
@@ -363,12 +364,12 @@ class ElasticLoader:
         return self.position.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
-        """The steps of the rest of this epoch. All data-parallel ranks.
+        """Iterate over the steps of the rest of this epoch. All data-parallel ranks.
 
         Raises:
-            CheckpointError: the loader's arguments or position differ between ranks, or the dataset
-                has got another length, before a batch is fetched; a step was not completed; at the
-                epoch's end, a sample was repeated or lost on some rank.
+            CheckpointError: the loader's arguments or position differ between ranks, or the
+                dataset's length has changed, before a batch is fetched; a step was not completed;
+                at the epoch's end, a sample was repeated or lost on some rank.
         """
         position, exact = self.position, self.position.exact
         position.data_rank()
@@ -401,11 +402,11 @@ class ElasticLoader:
 
     @property
     def in_step(self) -> bool:
-        """Whether microbatches were run that are not committed: a save is refused then."""
+        """Whether microbatches were run that are not committed: then a save is refused."""
         return self.position.current is not None and bool(self.position.current.passes)
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
-        """The batches of the requests, from the first one asked for: the model decides on those."""
+        """The batches of the requests, from the first one on: the model decides about those."""
         start = partial(start_fetching, self._fetcher)
         yield start() if self._workers is None else self._workers.watch(start)
 

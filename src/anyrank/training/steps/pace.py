@@ -1,11 +1,11 @@
-"""Which rank is slow, and in which part of a step: what each rank does until it waits for others.
+"""Finds the slow rank, and the slow part of its step: each rank's time until it waits for others.
 
 Torch's hooks divide a rank's time, from one step of its optimizer to the next: loader, up to the
 model's forward; forward, up to the first gradient; backward, up to the last; then it waits. The
-loader's part is also what it fetches of the next step by then. Waits of anyrank's own agreements
-are in no part, so that a part is long on the rank that is slow, and on those that wait for it the
-end is. Of twenty steps a rank tells the others its medians: a rank whose median stands out from the
-others', and from chance, is the one that they wait for.
+loader's part also includes fetching for the next step. Waits of anyrank's own agreements belong to
+no part, so that a part is long on a slow rank, and the end is long on those that wait for it. After
+every twenty steps a rank reports its medians: a rank whose median stands out from the others', and
+from chance, is the one that they wait for.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from anyrank.world.waits import Wait
 
 log = logging.getLogger("anyrank.steps")
 
-PARTS = ("loader", "forward", "backward", "step")  # the last: all, where no forward is seen
+PARTS = ("loader", "forward", "backward", "step")  # the last: everything, if no forward is seen
 WINDOW = 20  # steps
-LEAST_SEC, LEAST_SHARE = 0.01, 0.02  # of a step: what is less is not worth a word
+LEAST_SEC, LEAST_SHARE = 0.01, 0.02  # of a step: smaller differences are not reported
 SPREADS = 1.5  # between the quartiles: six times what medians of twenty differ by chance
-ENDS = 2  # parameters at either end of a model whose gradients are taken for the first and last
+ENDS = 2  # parameters at either end of a model whose gradients count as the first and last
 
-# Of one part of a step over a window: its median, and the distance of its quartiles, in seconds.
+# For one part of a step over a window: its median, and the distance of its quartiles, in seconds.
 Spent = tuple[float, float]
 
 
 class Pace:
-    """Where this rank's time goes in each step. One at a time in a process.
+    """Measures where this rank's time goes in each step. One at a time in a process.
 
-    The model's hook is a function of the module: a copied or pickled model takes nothing with it.
+    The model's hook is a function of the module, so that a copied or pickled model takes nothing
+    along.
 
     Args:
-        model: that is trained.
-        optimizers: of it.
+        model: the model that is trained.
+        optimizers: its optimizers.
         on_first: called once the first window is full.
 
     Attributes:
-        waited_sec: seconds in which this rank has waited for others, and exchanged with them.
-        warned: ranks that were named as slow, with the part: each once.
+        waited_sec: seconds in which this rank has waited for others and exchanged with them.
+        warned: ranks that were named as slow, with the part: each is named once.
     """
 
     running: Pace | None = None
@@ -79,12 +80,12 @@ class Pace:
         Pace.running = self
 
     def begin_forward(self) -> None:
-        """The model is called; again, where nothing has had a gradient since."""
+        """Note a call of the model, or another one if nothing has had a gradient since."""
         self._add("forward" if self._in_forward else "loader")
         self._in_forward = self._sees_forward = True
 
     def _gradient(self, parameter: torch.Tensor) -> None:
-        """One of the first or last parameters has its gradient."""
+        """Note that one of the first or last parameters has its gradient."""
         if torch.compiler.is_compiling():
             return
         part = "forward" if self._in_forward else "backward"
@@ -92,12 +93,12 @@ class Pace:
         self._in_forward, self._has_gradient = False, True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step: what it does not do alone is over."""
+        """Note that an optimizer is about to step: shared work is over."""
         self._end_wait()
         self._has_gradient = self._in_forward = False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self.pause()
         if any(self._times.values()):
             self._rows.append([*self._times.values()])
@@ -137,7 +138,7 @@ class Pace:
         return spent
 
     def warn_of_slow(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
-        """Name the slow one of the ranks, by what each of them has told, once, on the first."""
+        """Name the slow rank once, on the first rank, from what each of them has reported."""
         slow = slow_rank(spent)
         if slow is None or (ranks[slow[0]], slow[1]) in self.warned:
             return
@@ -159,7 +160,7 @@ class Pace:
         self._end_fetches()
 
     def _add(self, part: str) -> None:
-        """The time since the last event was this part's, but for agreements."""
+        """Count the time since the last event for a part, except for agreements."""
         now = time.perf_counter()
         self._times[part] += now - self._last - self._agreements()
         self._last = now
@@ -172,15 +173,15 @@ class Pace:
 
 
 def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None:
-    """Which rank the others wait for: its index, the part of its step, and for how long.
+    """Find the rank that the others wait for: its index, the part of its step, and the excess.
 
-    The first part in which a rank stands out counts: in later ones others may wait for it, as in
-    the forward under FSDP2.
+    The first part in which a rank stands out counts, because others may wait for it in later parts,
+    for example in the forward under FSDP2.
 
     Args:
-        spent: of each rank, each part.
+        spent: times of each rank, for each part.
     """
-    # Here, as a run's first save opens this module, and would wait for all that statistics loads.
+    # Imported here: a run's first save opens this module, and would wait for all that it loads.
     import statistics
 
     if len(spent) < 2:
@@ -205,7 +206,7 @@ def _spent(seconds: Sequence[float]) -> Spent:
 
 
 def _begin_forward(module: nn.Module, args: Any) -> None:
-    """Hook of the model."""
+    """The model's hook."""
     if torch.compiler.is_compiling():
         return
     if Pace.running is not None and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Where a run is in the data of an `ElasticLoader`: its counts, the step under way, and the proof.
+"""The position of a run in the data of an `ElasticLoader`: counts, the current step, the proof.
 
 The position is counted in samples of completed steps and does not depend on the ranks: a state
 saved on N ranks is loaded on M. Each rank also keeps a receipt of the samples that it has run,
@@ -82,28 +82,28 @@ class RankAccounts:
 
 
 class Position:
-    """Where a run is in the data of an `ElasticLoader`, and the step that is under way.
+    """The position of a run in the data of an `ElasticLoader`, and its current step.
 
     Args:
         schedule: the run's plan.
         key: name or version of the dataset.
         group: the user's process group of the data-parallel ranks.
-        on_batch_change: what a state with another global batch means; None: it is refused.
-        dataset: the loader's, by microbatch.
-        num_workers: processes that fetch; 0: this one does.
+        on_batch_change: treatment of a state with another global batch; None: it is refused.
+        dataset: the loader's dataset, by microbatch.
+        num_workers: number of processes that fetch; 0: this process does.
         exact: sums gradients in an order that does not depend on the ranks; None: as they come.
 
     Attributes:
-        accounts: of the current epoch, the last, and of those before that are not verified yet.
+        accounts: of the current epoch, the last one, and earlier ones that are not verified yet.
         epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticLoader`.
-        current: the step that was begun and is not counted.
-        begun: exchanges of this step's passes, and of those of earlier tries at it.
-        num_iterations: how often the loader was iterated, or loaded a state.
+        current: the step that was begun and is not counted yet.
+        begun: exchanges of this step's passes, and of passes in earlier tries at it.
+        num_iterations: number of times the loader was iterated, or loaded a state.
         ranks: the data-parallel ranks; None outside of an iteration.
-        batches: those still to be fetched in it; the first one starts the fetching.
+        batches: batches still to be fetched in it; the first one starts the fetching.
         ahead: the first batches of the next step, if they were fetched.
         checked: models whose gradient exchange was verified, by id.
-        exponent: of the power of two near the first `weight`; None before it.
+        exponent: exponent of the power of two near the first `weight`; None before it.
     """
 
     def __init__(
@@ -186,11 +186,11 @@ class Position:
     # -- the step under way ------------------------------------------------------------------------
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
-        """An iteration of the loader begins."""
+        """Begin an iteration of the loader."""
         self.ranks, self.batches, self.ahead = ranks, batches, None
 
     def end_pass(self) -> None:
-        """Release workers and ranks: a user may keep a step after its loop."""
+        """Release workers and ranks, because a user may keep a step after its loop."""
         self.ranks, self.batches, self.ahead = None, iter(()), None
 
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
@@ -209,18 +209,18 @@ class Position:
         return self.schedule.steps_in_epoch
 
     def check_dataset(self) -> None:
-        """Refuse a dataset that has got another length; raises as `check_length`."""
+        """Refuse a dataset whose length has changed; raises like `check_length`."""
         check_length(self.dataset.dataset, self.schedule.order.n)
 
     def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
-        """How the batches of a step are fetched, in its first pass and in others."""
+        """The functions that fetch a step's batches, in its first pass and in others."""
         return Fetcher(partial(self.fetch if is_first else self.fetch_again, plan))
 
     def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
-        """The next batch, which is that of a slot of a step.
+        """The next batch, which must be that of a slot of a step.
 
         Raises:
-            CheckpointError: it is another one.
+            CheckpointError: it belongs to another slot.
         """
         ids = self.schedule.ids(plan, slot.k)
         fetched = next(self.batches, None)
@@ -240,8 +240,8 @@ class Position:
     def fetch_ahead(self, step: StepPlan) -> None:
         """Fetch the first batches of the step after this one, if its epoch has one.
 
-        Of workers alone: what this process reads may depend on what the loop does before the step,
-        and may draw from what a save between the two holds.
+        Only with workers: data that this process reads may depend on what the loop does before the
+        step, and may draw from random streams that a save between the two holds.
         """
         plan = self.following(step)
         if plan is not None and self.num_workers:
@@ -258,7 +258,7 @@ class Position:
         return ahead
 
     def begin_step(self) -> StepRun:
-        """The next step begins."""
+        """Begin the next step."""
         self.current = StepRun(self.next_step())
         return self.current
 
@@ -270,7 +270,7 @@ class Position:
 
     @property
     def is_step_complete(self) -> bool:
-        """Whether all microbatches of the current step were run."""
+        """Return whether all microbatches of the current step were run."""
         return self.current is not None and self.current.is_complete
 
     def check_complete(self) -> None:
@@ -287,7 +287,7 @@ class Position:
             )
 
     def commit(self) -> None:
-        """Count the current step as completed; raises as `check_complete`. No collectives."""
+        """Count the current step as completed; raises like `check_complete`. No collectives."""
         self.check_complete()
         if self.current is not None:
             self.advance(self.current.plan, self.current.seen)
@@ -309,7 +309,7 @@ class Position:
         return step
 
     def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
-        """Count a completed step, of which this rank has run the samples `seen`, copies apart."""
+        """Count a completed step, and the samples `seen` on this rank, without copies."""
         account = self.accounts[-1]
         planned = self.schedule.order.ids(step.epoch, step.start, step.stop)
         account.planned += receipt_of(step.epoch, planned)
@@ -353,7 +353,7 @@ class Position:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved; raises as `check_state_dict`, and changes nothing."""
+        """Continue where the state was saved; raises like `check_state_dict`, changing nothing."""
         saved, receipt, note = self.check_state_dict(state_dict)
         for name in COUNTS:
             setattr(self, name, saved[name])
@@ -384,7 +384,7 @@ class Position:
         """Check a state. Returns its counts, receipt and entry for `notes`.
 
         Raises:
-            CheckpointError, CorruptCheckpoint: as `ElasticLoader.load_state_dict`.
+            CheckpointError, CorruptCheckpoint: as for `ElasticLoader.load_state_dict`.
         """
         own_state = self.state_dict()
         with reading_record("data position"):
@@ -405,7 +405,7 @@ class Position:
         return saved, receipt, note
 
     def _batch_note(self, saved: int, step: int) -> str | None:
-        """The entry in `notes` for a different global batch; an error where it is not allowed."""
+        """The entry in `notes` for a different global batch; an error if it is not allowed."""
         own_batch = self.schedule.global_batch
         if saved == own_batch:
             return None
@@ -475,7 +475,7 @@ class Position:
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
         """Judge a finished epoch, all of whose samples were run as planned."""
         order = self.schedule.order
-        assert account.planned.count + account.dropped == order.n  # by `check_state_dict` as well
+        assert account.planned.count + account.dropped == order.n  # see `check_state_dict`
         extra = f", {account.dropped} dropped" if account.dropped else ""
         verdict = "exactly as drawn" if order.repeats else "exactly once"
         return EpochVerdict(account.epoch, account.planned.count, f"{verdict}{extra}")

@@ -1,13 +1,13 @@
 """One optimizer step: this rank's microbatches, and a backward that weights their losses.
 
-What happens between two steps of the optimizer, in this order:
+Between two steps of the optimizer, the following happens in this order:
 
-1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it looks at the model's
+1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it inspects the model's
    wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of the same step, if it was
    begun before and left, are dropped.
-2. This rank's first two batches are fetched, or are there since the end of the step before (5).
+2. This rank's first two batches are fetched, or are ready since the end of the step before (5).
    From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
-   all could fetch theirs while that body runs. Every rank has as many batches as the others: one
+   all could fetch theirs while that body runs. Every rank has the same number of batches: a rank
    for which the step has fewer repeats one, as a copy of weight 0.
 3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
    body runs forward, and `Step.backward` of the mean loss, times its share of the step.
@@ -15,30 +15,30 @@ What happens between two steps of the optimizer, in this order:
    exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
    ordered sum.
 5. With workers, the first two batches of the epoch's next step are taken from them. Whether all
-   ranks have theirs is known at the end of this step in a run (9), else as the next one begins; an
-   error is raised as the next one begins, so that this one counts. The random streams go on as
-   before the loop.
-6. In `Pass.end` the ranks gather what each has seen (`StepRecord`), and every rank judges all of
-   it (`judge`). They skip the gather where all gradients of a model are a wrapper's, no weights are
-   given, and a step before has shown that each gradient is exchanged once.
-7. The rest: with weights gradients are scaled by the step's total, and where no wrapper has done so
-   they are averaged; with exact=True the other ordered sums are exchanged, scaled, and are `.grad`.
+   ranks have theirs is known at the end of this step in a run (9), otherwise when the next one
+   begins; an error is raised when the next one begins, so that this one counts. The random streams
+   continue as before the loop.
+6. In `Pass.end` the ranks gather each rank's observations (`StepRecord`), and every rank judges all
+   of them (`judge`). They skip the gather if wrappers exchange all gradients of a model, no weights
+   are given, and an earlier step has shown that each gradient is exchanged once.
+7. The rest: with weights, gradients are scaled by the step's total, and averaged if no wrapper has
+   done so; with exact=True the other ordered sums are exchanged, scaled, and become `.grad`.
 8. The user clips, and steps the optimizer.
-9. The step counts: `Position.commit`, when the next one is asked for or `commit` is called.
-   In a run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells
-   them of signals; the step counts; replicas are compared; listeners hear of it; and what is due
-   is saved.
+9. The step counts: `Position.commit`, when the next one is requested or `commit` is called. In a
+   run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells them of
+   signals; the step counts; replicas are compared; listeners are called; and saves that are due
+   are made.
 
-So the ranks of a run agree once a step, just before it counts (9); once more as it begins, where
+So the ranks of a run agree once per step, just before it counts (9); once more when it begins, if
 the loader has no workers (2); once for each batch of a rank after its second (2); once in 6, unless
 it is skipped; and once in each call of `clip_grad_norm_` and `loss`. A model's first steps, and the
 first step of an epoch, have more.
 
-A loop that is left within its microbatches, by an exception or `break`, finishes no exchange; what
-a backward has exchanged is dropped when the loader gives the same step again. The streams go on as
-before: at once, or where the loop's iterator is kept, when the loader's is left or begins again
-(`StepRun.leave`). The other ranks wait for this one: in an agreement, until this process ends and
-so closes its connections, and an exception that leaves `Checkpoints` also tells them why; in an
+If a loop is left within its microbatches, by an exception or `break`, no exchange is finished; what
+a backward has exchanged is dropped when the loader gives the same step again. The streams continue
+as before: at once, or, if the loop's iterator is kept, when the loader's iterator is left or begins
+again (`StepRun.leave`). The other ranks wait for this one: in an agreement, until this process ends
+and so closes its connections, and an exception that leaves `Checkpoints` also tells them why; in an
 exchange of DDP or FSDP2, until their own process group's timeout.
 """
 
@@ -74,8 +74,8 @@ class Step:
     """One step of a run, created by iterating an `ElasticLoader`.
 
     Attributes:
-        number: of the step in the run, from 0, over all epochs and processes.
-        epoch: from 0.
+        number: number of the step in the run, from 0, over all epochs and processes.
+        epoch: number of the epoch, from 0.
 
     Example::
 
@@ -97,12 +97,12 @@ class Step:
     def __init__(self, run: StepRun, position: Position) -> None:
         self.number, self.epoch = run.plan.number, run.plan.epoch
         self._run, self._position = run, position
-        self._trained: GradientSync | None = None  # the exchange of the last pass that trained
-        self._divisor: float | None = None  # of weights until their total is known, once given
+        self._trained: GradientSync | None = None  # exchange of the last pass that trained
+        self._divisor: float | None = None  # for weights, until their total is known
 
-    # Not __iter__: frameworks iterate over whatever has that, to find out how large a batch is.
+    # Not __iter__: frameworks iterate over anything that has it, to find out how large a batch is.
     def __getitem__(self, _: object) -> Never:
-        """Raises TypeError: `for batch in step` and `step[0]` mean `step.microbatches(model)`."""
+        """Raise TypeError: `for batch in step` and `step[0]` mean `step.microbatches(model)`."""
         raise TypeError("a Step is no sequence of batches: use step.microbatches(model)")
 
     @property
@@ -111,7 +111,7 @@ class Step:
 
         Raises:
             ValueError: rows are counted while they are read, and the last microbatch of this rank
-                is not there yet.
+                has not arrived yet.
         """
         return self._run.plan.samples
 
@@ -120,7 +120,7 @@ class Step:
         """Whether no step of its epoch follows.
 
         Raises:
-            ValueError: as `samples`.
+            ValueError: as for `samples`.
         """
         return self._position.following(self._run.plan) is None
 
@@ -145,7 +145,7 @@ class Step:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the current microbatch runs with weight 0, as this rank has fewer than others.
+        """Whether the current microbatch runs with weight 0: this rank has fewer than others.
 
         Raises:
             ValueError: not within `microbatches`.
@@ -153,15 +153,15 @@ class Step:
         return self._current()[1].is_copy
 
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
-        """This rank's batches; run forward and backward of each within the loop's body.
+        """Iterate over this rank's batches; run forward and backward of each in the loop's body.
 
         Within the body, the random streams of Python, numpy and torch depend on (seed, step,
         microbatch) alone; afterwards they continue as before. DDP and FSDP2 exchange gradients in
         the last microbatch only. Ranks with fewer microbatches run one again with weight 0. All
-        data-parallel ranks call, and run to the end.
+        data-parallel ranks call it, and run it to the end.
 
-        Under `torch.no_grad()` it is an evaluation: gradients, and what a training step of the same
-        model has summed so far, stay as they are.
+        Under `torch.no_grad()` it is an evaluation: gradients, and the sums of a training step of
+        the same model, stay as they are.
 
         A batch is returned when all ranks have theirs: an error of the dataset on one rank is
         raised on all.
@@ -173,8 +173,8 @@ class Step:
         Args:
             model: the wrapped model, or a container of several. Gradients of parameters without a
                 wrapper are averaged over the ranks too.
-            own_backward: allow backward passes without `backward` or `scale`. You weight the losses
-                yourself then: the sum over a rank's microbatches is averaged over the ranks.
+            own_backward: allow backward passes without `backward` or `scale`. You then weight the
+                losses yourself: the sum over a rank's microbatches is averaged over the ranks.
 
         Raises:
             CheckpointError: a worker returned samples that differ from the plan.
@@ -200,8 +200,8 @@ class Step:
                 f"step {self.number}: microbatches() was called already, and has not ended"
             )
         is_first, pass_seed = not run.passes, (len(run.passes),) if run.passes else ()
-        # Without gradients nothing is exchanged, and what a training step of the same model has
-        # summed so far must stay: the pass has no parameters.
+        # Without gradients nothing is exchanged, and the sums of a training step of the same model
+        # must stay: the pass has no parameters.
         evaluates = not torch.is_grad_enabled()
         is_new = not evaluates and id(model) not in position.checked
         trained = nn.Identity() if evaluates else model
@@ -214,19 +214,19 @@ class Step:
         slots = position.slots(run.plan)
         fetcher = position.fetcher(run.plan, is_first)
         first = position.take_ahead() if is_first else None
-        # A generator: a fetch seeds the streams, so it has to come where they are kept.
+        # A generator: a fetch seeds the streams, so it must run where they are kept.
         batches = one_ahead(self._ranks, fetcher, slots, first)
         run.passes.append(this)
         position.begun.append(sync)
-        # Clipping after an evaluation is of the gradients that were there before.
+        # Clipping after an evaluation applies to the gradients that were there before.
         self._trained = sync if not evaluates or self._trained is None else self._trained
         seed = position.schedule.order.seed
         try:
             with kept(devices), this.running():
                 for slot, fetched, is_last in batches:
                     reseed(derive(seed, self.number, slot.k, "microbatch", *pass_seed), devices)
-                    # Under an autocast around the loop, the gradient of a cast that was kept would
-                    # come after FSDP2's reduction.
+                    # Under an autocast around the loop, the gradient of a cached cast would come
+                    # after FSDP2's reduction.
                     torch.clear_autocast_cache()
                     if is_first and not slot.is_copy:
                         run.seen += fetched.request.ids
@@ -262,7 +262,7 @@ class Step:
             ValueError: not within `microbatches`, a loss of several values, a wrong weight.
         """
         this, _ = self._current()
-        before = this.in_own_backward  # as of a loss that is scaled, and waits
+        before = this.in_own_backward  # for a loss that is scaled, and waits
         self.scale(loss, weight).backward()
         this.in_own_backward = before
 
@@ -296,7 +296,7 @@ class Step:
                 as by `torch.nn.utils.clip_grad_norm_`: by 0 or nan.
 
         Returns:
-            The norm before, 0-d, on the CPU; the same value on all ranks.
+            The norm before scaling, 0-d, on the CPU; the same value on all ranks.
 
         Raises:
             CheckpointError: arguments differ between ranks.
@@ -329,7 +329,7 @@ class Step:
     def loss(self) -> float:
         """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
 
-        The same number on any rank count, for the same losses. The losses are those passed to
+        It is the same number on any rank count, for the same losses. The losses are those passed to
         `backward`: with a GradScaler they are scaled.
 
         Raises:
@@ -351,8 +351,8 @@ class Step:
     def rank_loss(self) -> torch.Tensor:
         """This rank's part of `loss()`, without an exchange or a wait for the device. Any rank.
 
-        For a log that is averaged over the ranks when it is written, and not in each step: the mean
-        of the ranks' parts is `loss()`, up to rounding.
+        For a log that averages over the ranks when it is written, not in each step: the mean of the
+        ranks' parts is `loss()`, up to rounding.
 
         Returns:
             One value, at least float32, on the losses' device.
@@ -368,7 +368,7 @@ class Step:
                 "step.backward in each of them, and without own_backward=True"
             )
         _, first = last.losses[0]
-        # In at least float32, so that a sum of many loses nothing.
+        # In at least float32, so that a sum of many losses loses nothing.
         total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
         for weight, loss in last.losses:
             if weight:
@@ -376,7 +376,7 @@ class Step:
         return total.reshape(())
 
     def _current(self) -> tuple[Pass, MicrobatchSlot]:
-        """The pass that runs, and the microbatch of its body."""
+        """The running pass, and the microbatch of its body."""
         this = self._run.passes[-1] if self._run.passes else None
         if this is None or this.slot is None:
             raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
@@ -385,10 +385,10 @@ class Step:
     def _divisor_of(self, units: float, slot: MicrobatchSlot) -> float:
         """The divisor of weights until the step's total is known: one for all losses of a step.
 
-        It is the number of microbatches times a power of two near an ordinary weight, that of the
-        first microbatch of the first step in which it is not 0. Which power it is does not change a
-        bit of the result, unless gradients underflow. All data-parallel ranks, in a step's first
-        call, until the power is known.
+        It is the number of microbatches times a power of two near an ordinary weight, namely that
+        of the first microbatch of the first step in which it is not 0. The choice of the power does
+        not change a bit of the result, unless gradients underflow. All data-parallel ranks, in a
+        step's first call, until the power is known.
 
         Args:
             units: weight of the current microbatch.

@@ -24,27 +24,27 @@ class _OptimizerWatcher(Protocol):
     """The interface to watch the steps of the process's optimizers, in any thread."""
 
     def see_step(self, optimizer: Optimizer, has_stepped: bool) -> None:
-        """Called before and after each; what it raises comes out of the optimizer's `step`."""
+        """Called before and after each step; an exception comes out of the optimizer's `step`."""
         ...
 
 
-# Held weakly: one holds a model, which may hold the loop that has the watcher.
+# Held weakly: a watcher holds a model, which may hold the loop that has the watcher.
 _watchers: list[ref[_OptimizerWatcher]] = []
 
 
 def on_step(call: Callable[[], object]) -> None:
-    """Call this after each step that this process counts, to its end."""
+    """Call this after each step that this process counts, until the process ends."""
     _listeners.append(call)
 
 
 def tell_of_step() -> None:
-    """A step was counted."""
+    """Notify the listeners of a counted step."""
     for call in _listeners:
         call()
 
 
 def around_fetches(enter: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter this around each fetch of a loader that is ahead of its step; returns what ends it."""
+    """Enter this around each fetch ahead of a loader's step; return the function that ends it."""
     _around_fetches.append(enter)
 
     def end() -> None:
@@ -56,7 +56,7 @@ def around_fetches(enter: Callable[[], AbstractContextManager[None]]) -> Callabl
 
 @contextmanager
 def fetching_ahead() -> Generator[None]:
-    """A loader fetches the first batches of the next step in here."""
+    """A context in which a loader fetches the first batches of the next step."""
     with ExitStack() as entered:
         for enter in _around_fetches:
             entered.enter_context(enter())
@@ -65,7 +65,7 @@ def fetching_ahead() -> Generator[None]:
 
 @contextmanager
 def watching_optimizers(watcher: _OptimizerWatcher) -> Generator[None]:
-    """Tell it of the optimizers' steps in here."""
+    """A context in which a watcher is notified of the optimizers' steps."""
     _hook_optimizers()
     entry = ref(watcher)
     _watchers.append(entry)
@@ -77,14 +77,14 @@ def watching_optimizers(watcher: _OptimizerWatcher) -> Generator[None]:
 
 @functools.cache
 def _hook_optimizers() -> None:
-    """Hear of all optimizers' steps from now on, once in a process.
+    """Hook all optimizers' steps from now on, once in a process.
 
-    Hooks that come and go with each pass change a dict that an optimizer may be going through in
-    another thread, which raises there.
+    Hooks that come and go with each pass would change a dict over which an optimizer in another
+    thread may be iterating, which raises there.
     """
 
     def tell(has_stepped: bool, optimizer: Optimizer, *_: Any) -> None:
-        for entry in [*_watchers]:  # a copy, as another thread may begin and end passes
+        for entry in [*_watchers]:  # a copy, because another thread may begin and end passes
             if (watcher := entry()) is not None:
                 watcher.see_step(optimizer, has_stepped)
 

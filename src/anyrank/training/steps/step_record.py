@@ -101,8 +101,8 @@ def judge(
         record: of all ranks.
         own_states: of this rank.
         summed: names of the parameters that no wrapper exchanges.
-        exchanged: of those that DDP does.
-        values: shape and hash of this rank's parameters, of which its record has the hash.
+        exchanged: names of the parameters that DDP exchanges.
+        values: shape and hash of this rank's parameters, whose hash is in its record.
         ranks: the data-parallel ranks.
 
     Returns:
@@ -131,7 +131,7 @@ def check_backwards(number: int, weights: Collection[object], without: Collectio
     """Refuse a step in which some microbatches had a backward and some had none.
 
     Raises:
-        ValueError: names the first without.
+        ValueError: names the first microbatch without.
     """
     if weights and without:
         raise ValueError(
@@ -195,11 +195,11 @@ def _check_not_exchanged(record: StepRecord) -> bool:
             where nothing is to be checked.
 
     Returns:
-        Whether this could be determined: not where the losses are equal on all ranks, as in a run
-        on dummy data, since the gradients may then be equal by themselves.
+        Whether this could be determined: not if the losses are equal on all ranks, as in a run on
+        dummy data, because the gradients may then be equal by themselves.
 
     Raises:
-        ValueError: they are equal on all ranks, and the losses are not; on all ranks.
+        ValueError: the gradients are equal on all ranks, and the losses are not; on all ranks.
     """
     norm = record.squared_norm
     # Where all ranks overflow, as with the first scale of a GradScaler, all norms are inf.

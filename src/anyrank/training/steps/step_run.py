@@ -1,4 +1,4 @@
-"""How far a step has come on this rank: its passes, and what the ranks agree on at their ends."""
+"""The progress of a step on this rank: its passes, and the agreements at their ends."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Pass:
         plan: the step.
         sync: the exchange of its gradients.
         ranks: the data-parallel ranks.
-        is_new: whether it has to be found out how the model's gradients are exchanged.
+        is_new: whether it must be found out how the model's gradients are exchanged.
         own_backward: whether the caller weights the losses.
 
     Attributes:
         slot: the microbatch of the loop's current body.
-        is_last: whether it is the rank's last.
+        is_last: whether that is the rank's last microbatch.
         is_complete: whether the pass ran to its end.
-        weights: by microbatch, without copies.
+        weights: weights by microbatch, without copies.
         losses: of all microbatches, with their weights, which are 0 for copies.
-        total: of the weights of all ranks, once the pass has ended without own_backward.
-        in_own_backward: whether a backward of a loss that was given runs, or is to come.
+        total: total of the weights of all ranks, once the pass has ended without own_backward.
+        in_own_backward: whether a backward of a given loss is running, or is to come.
     """
 
     def __init__(
@@ -57,15 +57,14 @@ class Pass:
         self.in_own_backward = False
         self._saw_other_backward = False
         self._kept: torch.nn.Parameter | None = None  # has a gradient since the first microbatch
-        # Those of the training's step may still be there while it is evaluated.
+        # Gradients of the training step may still be there while the model is evaluated.
         self._had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
 
     # -- a microbatch -----------------------------------------------------------------------------
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
-        """Run the pass; a new model's parameters tell where they get gradients of other losses than
-        those that are given.
+        """Run the pass; a new model's parameters report gradients of losses not given.
 
         Raises:
             ValueError: from an optimizer's step in a microbatch's body.
@@ -104,10 +103,10 @@ class Pass:
             check_backwards(self.plan.number, self.weights, self._without)
 
     def add_loss(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: Any) -> float:
-        """Note the loss of the current microbatch, whose backward comes. Returns its weight.
+        """Note the loss of the current microbatch, before its backward; return its weight.
 
         Raises:
-            TypeError, ValueError: as `Step.backward`.
+            TypeError, ValueError: as for `Step.backward`.
         """
         check_type("loss", loss, torch.Tensor, "the mean loss of a microbatch, a tensor")
         if loss.numel() != 1:
@@ -131,9 +130,10 @@ class Pass:
         return units
 
     def see_step(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
-        """Refuse an optimizer's step while microbatches of this rank are to come, and one in the
-        last body, unless the gradients were whole there. The latter when it has stepped, as a
-        framework's own hook may end the pass before the step.
+        """Refuse an optimizer's step while microbatches of this rank are to come.
+
+        Also refuse one in the last body, unless the gradients were whole there. That is checked
+        after the step, because a framework's own hook may end the pass before the step.
         """
         if has_stepped is not self.is_last or not self._trains(optimizer):
             return
@@ -155,9 +155,9 @@ class Pass:
         return any(id(param) in trained for param in params)
 
     def _check_kept(self) -> None:
-        """Refuse to go on where the gradients of the microbatches before were reset.
+        """Refuse to go on if the gradients of earlier microbatches were reset.
 
-        Those of one model of several may be: a generator's loss gives the discriminator some.
+        Those of one of several models may be: a generator's loss gives the discriminator some.
         """
         if self._kept is None or self._kept.grad is not None or self.own_backward:
             return
@@ -171,16 +171,16 @@ class Pass:
     # -- the end ----------------------------------------------------------------------------------
 
     def end(self, divisor: float | None) -> bool:
-        """Compare what the ranks have seen, and finish the gradients. All data-parallel ranks.
+        """Compare the ranks' observations, and finish the gradients. All data-parallel ranks.
 
         Args:
-            divisor: of the losses' weights, if they had any.
+            divisor: divisor of the losses' weights, if they had any.
 
         Returns:
             Whether a new model's gradients are known to be exchanged once.
 
         Raises:
-            ValueError: as `judge`.
+            ValueError: as for `judge`.
         """
         sync, plan = self.sync, self.plan
         record, values = self._record()
@@ -197,7 +197,7 @@ class Pass:
         if not (record.weights.count or self.losses or self.own_backward):
             sync.drop_unfinished()
             return False
-        factor: float | None = None  # of the gradients, where the losses had weights
+        factor: float | None = None  # for the gradients, if the losses had weights
         if self._is_weighted:
             assert divisor is not None
             total = float(record.weights)
@@ -242,8 +242,8 @@ class StepRun:
     Attributes:
         plan: the step.
         seen: ids of the samples that this rank has run, without copies and repeats.
-        passes: over its microbatches; all but the last ran to their ends.
-        batches: returns the iterator of the last pass, or None where nobody has it any more: held
+        passes: passes over its microbatches; all but the last ran to their ends.
+        batches: returns the iterator of the last pass, or None if nobody has it any more: held
             weakly, so that leaving the loop ends the pass.
     """
 
@@ -254,13 +254,13 @@ class StepRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last pass ran to its end."""
+        """Return whether the last pass ran to its end."""
         return bool(self.passes) and self.passes[-1].is_complete
 
     def leave(self) -> None:
-        """End a pass whose loop was left, and whose iterator is kept, as by a traceback.
+        """End a pass whose loop was left, and whose iterator is kept, for example by a traceback.
 
-        Later it would put the random streams back in the middle of another step.
+        Later it would restore the random streams in the middle of another step.
         """
         batches = self.batches()
         if batches is not None and self.passes and self.passes[-1].slot is not None:
