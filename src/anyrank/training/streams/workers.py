@@ -10,6 +10,7 @@ become more, so that a block that was asked for ahead is needed, or is another r
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class BlockReader(Dataset[FetchedBatch]):
     def _open(self, opening: Opening) -> Lane:
         source = self.dataset.sources[opening.source]
 
+        @functools.lru_cache(maxsize=2)  # each piece asks
         def shard_at(index: int) -> tuple[int, int] | None:
             found_place = opening.place_of(index)
             if found_place is None or not opening.stride:
