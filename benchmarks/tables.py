@@ -395,8 +395,7 @@ def scale_rows(result: dict[str, Any]) -> str:
 
     def pair(phase: str, size: int) -> str:
         ours, theirs = rows[phase, size], rows[f"dcp.{phase}", size]
-        seconds = f"{ours['seconds']:.1f} / {theirs['seconds']:.1f} s"
-        return f"{seconds}, {ours['bytes'] / 1e6:.1f} / {theirs['bytes'] / 1e6:.1f} MB"
+        return f"{ours['seconds']:.1f} / {theirs['seconds']:.1f} s"
 
     head = ["anyrank / DCP", *(f"{size} ranks" for size in sizes)]
     body = [[phase, *(pair(phase, size) for size in sizes)] for phase in ("load", "save")]
