@@ -1,6 +1,6 @@
 """`anyrank demo`: a real model is loaded, trained, killed twice in a save, and ends as on one rank.
 
-The training script is `examples/finetune.py`. A second run of it goes on one rank at the same time,
+The training script is `examples/finetune.py`. A second run of it uses one rank at the same time,
 never stopped: both end with the same bits. The runs are in `demo_runs.py`.
 """
 

@@ -86,7 +86,7 @@ def _find_script() -> str:
 
 
 def _start_ranks(ranks: int, train: Callable[[], None], weights: str, folder: str) -> Ranks:
-    """Fork ranks that train, and go on where the folder's run stopped."""
+    """Fork ranks that train, from where the folder's run stopped."""
     flags = [
         SCRIPT,
         f"--weights={weights}",
@@ -195,7 +195,7 @@ def sha256_of(folder: str) -> str:
         for name, stored in sorted(listing.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
             for box in boxes_of(stored):
-                part = values.read(stored, box)  # kept, as its memory is only looked at
+                part = values.read(stored, box)  # kept, because its memory is only read
                 digest.update(memory_of(part))
     return digest.hexdigest()
 

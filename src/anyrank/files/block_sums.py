@@ -29,7 +29,7 @@ def sums_name(data: str) -> str:
 
 
 def sums_bytes(size: int) -> int:
-    """Bytes of the checksums of a data file of so many bytes."""
+    """Bytes of the checksums of a data file of a given size."""
     return -(-size // BLOCK_BYTES) * DIGEST_BYTES + DIGEST_BYTES
 
 

@@ -285,7 +285,7 @@ class _HeadAndLoss:
 
         if isinstance(result, tuple):
             return tuple(map(unless_supposed, result))
-        if isinstance(result, dict):  # made anew, as a ModelOutput has no key for what is None
+        if isinstance(result, dict):  # made anew: a ModelOutput has no key for what is None
             kind: Any = type(cast("Any", result))
             return kind(**{key: unless_supposed(value) for key, value in result.items()})
         return result

@@ -321,7 +321,7 @@ class Planner:
             strip = Strip.whole(numbers[key], tied.shape)
             strip = strip.transposed() if key in turned else strip
             if (strip.box.sizes, tied.row.dtype) != (other.shape, other.row.dtype):
-                raise LoadError(f"{key} and {loaded} are one tensor in dst, and not alike in src")
+                raise LoadError(f"{key} and {loaded} are one tensor in dst, but differ in src")
             wanted = {
                 rank: local_pieces(other.shape, other.layout, coordinate)
                 for rank, coordinate in other.coordinates.items()

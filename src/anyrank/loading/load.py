@@ -82,7 +82,7 @@ def load(
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
             exchange them; "scatter": one rank reads and sends each rank its rows; "auto" decides.
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
-        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
             Default: all, or this process alone if no group is initialised.
         progress: True, False, or called with (bytes done, bytes in all) on the first rank.
             Default: a bar on the first rank if there is a terminal.

@@ -51,7 +51,7 @@ def materialize(
             to the rank's own device. Sharded tensors go where their mesh and offload policy say.
         init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
             `init_weights`); a callable is called with each module that owns a tensor to fill.
-        process_group: the ranks that take part, or `anyrank.ALONE` for this process by itself.
+        process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
             Default: all, or this process alone if no group is initialised.
 
     Returns:

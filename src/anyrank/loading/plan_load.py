@@ -129,7 +129,7 @@ def plan_load(
         return match, _summary(model, match, options, ranks)
 
     match, summary = ranks.run_and_reduce("planning the load", match_here, _MatchSummary.join)
-    # Ranks with other models would fill other tensors, or wait for one another: none goes on.
+    # Ranks with other models would fill other tensors, or wait for one another: none continues.
     title = "the ranks' models differ"
     check_alike(title, match.tensors, summary.inventory, ranks, LoadError)
     if ranks.size > 1 and not summary.inventory[FILLS].digest:

@@ -99,7 +99,7 @@ def differing_replicas(
 
     def digest_own() -> tuple[dict[str, dict[str, str]], int]:
         own_pairs = [(tensor, members) for tensor, members in shared if ranks.rank in members]
-        # Of all ranks, as some may lack what others hold.
+        # Of all ranks, because some may lack what others hold.
         by_members: dict[Members, dict[str, str]] = {ranks.ranks: {}}
         digests = digest_all(tensor for tensor, _ in own_pairs)
         for (tensor, members), text in zip(own_pairs, digests, strict=True):

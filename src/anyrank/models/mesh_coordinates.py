@@ -20,7 +20,7 @@ ByRank: TypeAlias = "tuple[Coordinate, ...]"  # in the order of the ranks
 
 
 def digest_meshes(tensors: Sequence[ShardedTensor], ranks: Ranks) -> str:
-    """Equal where ranks know alike where all of them are; UNKNOWN where this one does not."""
+    """Equal if ranks know the same places of all of them; UNKNOWN if this rank does not."""
     known = _by_mesh(tensors, ranks)
     return UNKNOWN if known is None else digest_of(known)
 

@@ -89,7 +89,7 @@ def describe(
 
 
 def _by_own_code(match: ModelMatch, unfilled: Sequence[ModelTensor]) -> str:
-    """The way out where modules' own code makes tensors of the source's keys, as of a fused weight.
+    """The way out if modules' own code makes tensors of the source's keys, as for a fused weight.
 
     Without it, the first way would leave weights out that the source has.
     """

@@ -109,7 +109,7 @@ class LoadOptions:
             LoadError: arguments that differ between ranks; on all ranks.
         """
         names = (*CHOICES, "rename", "verify")
-        # Layouts may differ, as each rank names its own parts: all give one, or none does.
+        # Layouts may differ, because each rank names its own parts: all give one, or none does.
         return compare_and_reduce(
             ranks,
             call,

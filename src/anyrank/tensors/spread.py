@@ -56,7 +56,7 @@ class Spread:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks may hold different parts."""
+        """True if ranks may hold different parts."""
         return bool(self.axes) or self.layout == GIVEN_BOXES
 
     def pieces(self, shape: tuple[int, ...], spot: Coordinate) -> tuple[Piece, ...]:

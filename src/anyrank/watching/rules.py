@@ -53,7 +53,7 @@ def _replicas(known: Known) -> Iterator[Finding]:
             "replicas of a frozen parameter have different values",
             _where(frozen),
             "each rank would train against a part of its own, and saves would hold one of them",
-            "load() or seed frozen parts alike on all ranks: they are not broadcast",
+            "load() or seed frozen parts equally on all ranks: they are not broadcast",
         )
 
 
@@ -67,7 +67,7 @@ def _trainable(known: Known) -> Iterator[Finding]:
             f"{first} is {shown}",
             _where(lines),
             "gradients are exchanged in order and by size: ranks would hang, or sum unlike ones",
-            "build the model alike on all ranks: no branch on the rank",
+            "build the same model on all ranks: no branch on the rank",
         )
     elif order := known.differing.get("order", {}):
         names = {name: by_text for by_text in order.values() for name in by_text if name}
@@ -203,6 +203,6 @@ def _differing(known: Known, tables: str) -> dict[str, RanksByText]:
 
 
 def _where(lines: Mapping[str, RanksByText]) -> str:
-    """The first lines, and the ranks that are alike on the first."""
+    """The first lines, and the ranks whose first lines are equal."""
     by_text = next(iter(lines.values()))
     return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in by_text.values())

@@ -49,7 +49,7 @@ ADVICE = {
     "mismatch": "every rank has to make the same calls, with as many elements of the same dtype",
     "loader": "the others wait for its data",
     "worker": "start it with fewer workers, or look for what killed it (memory, /dev/shm)",
-    "stopped": "kill -CONT goes on",
+    "stopped": "kill -CONT continues it",
     "killed": "its processes may still hold its sockets",
     "gil": "no other thread of it runs: the call has to release the GIL, or to return",
     "store": "no rank sets the key, or the process with the store has ended",

@@ -10,7 +10,7 @@ from functools import cached_property
 
 HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
 HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
-# Values of such a length are compressed, because what ranks say is mostly alike; longer ones are
+# Values of such a length are compressed, because what ranks say is mostly equal; longer ones are
 # tensors of a module's own state, for which that would take seconds.
 LONG_BYTES, HUGE_BYTES = 512, 1 << 20
 # All did this and succeeded; they did not; the error of all; the ranks have ended, and why

@@ -361,7 +361,7 @@ def job_wrong(change: str) -> str:
         ("differs", "holds [4, 5], and the source [8, 5] (up.weight), of which the places hold"),
         ("intervals", "up.weight: rank 0 holds [4, 5], and its part of [8, 5] by layout= is [3"),
         ("absent", "up.bias: its layout= has rank 2 in its mesh, which takes no part in the call"),
-        ("own first", "up.bias: the ranks' layout= make no whole, as the ranks at each place of"),
+        ("own first", "up.bias: the ranks' layout= make no whole: the ranks at each place of"),
         ("dim", "up.bias: layout= shards dim 1 of a tensor of 1 dims"),
         ("raises", "layout= failed for up.weight: KeyError: 'up.weight'"),
         ("answers", "layout= of up.weight: give (mesh, placements), not ['up.weight']"),

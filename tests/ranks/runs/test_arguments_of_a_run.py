@@ -61,7 +61,7 @@ WORDS = {
     "wrong on one": "[rank 1] resume takes 'auto', 'must', a step or a path, not -5",
     "another folder": "path= differs",
     "another run": "the ranks' states are of different runs: rank 0 of run-0, rank 1 of run-1: ",
-    "another rate": "groups.0.options.lr: 0.1 and 0.2: make it alike on all ranks",
+    "another rate": "groups.0.options.lr: 0.1 and 0.2: make it equal on all ranks",
 }
 
 

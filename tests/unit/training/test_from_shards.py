@@ -413,7 +413,7 @@ def test_there_may_be_many_buckets() -> None:
 
 
 def test_a_transform_has_to_be_pushed_to() -> None:
-    with pytest.raises(TypeError, match="a generator cannot go on"):
+    with pytest.raises(TypeError, match="a generator cannot continue"):
         make(transform=lambda rows: rows)
     with pytest.raises(ValueError, match="transform= with lengths="):
         make(transform=anyrank.Pack(4), lengths=[*SIZES.values()])

@@ -92,8 +92,8 @@ def decide(
         return strategy, "asked for", None
     readers = "machines" if len(set(caches)) < len(ranks) else "ranks"
     if repeated_bytes < MIN_STRIPE_BYTES:
-        return "own", f"{readers} read little or nothing alike", None
-    return "stripe", f"{readers} would read {repeated_bytes / 2**30:.1f} GiB alike", None
+        return "own", f"{readers} read little or nothing in common", None
+    return "stripe", f"{readers} would each read the same {repeated_bytes / 2**30:.1f} GiB", None
 
 
 def _repeated(

@@ -289,7 +289,7 @@ class StepCounter:
 
     @property
     def has_foreign_gradients(self) -> bool:
-        """Whether the step that ends has foreign gradients; see `StepHooks`."""
+        """True if the step that ends has foreign gradients; see `StepHooks`."""
         return self._hooks.has_foreign_gradients
 
     def ahead(self, rank: int) -> Ahead | None:

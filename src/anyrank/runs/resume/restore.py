@@ -298,7 +298,7 @@ class _Restorer:
 
 def _half_restored_text(reason: str) -> str:
     """Say why a state is unusable after its resume failed."""
-    return f"the state is half restored, as a resume failed in the middle ({reason})"
+    return f"the state is half restored, because a resume failed in the middle ({reason})"
 
 
 def _note_differences(names: Sequence[str]) -> list[str]:

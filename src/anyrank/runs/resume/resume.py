@@ -67,7 +67,7 @@ def resume_run(
     )
     resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
-        note = f"{path} was not read: the run has steps of its own, and goes on with them"
+        note = f"{path} was not read: the run has steps of its own, and continues from them"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
         resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))

@@ -58,7 +58,7 @@ class StepOfRun(ResumeSource):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether its files are in the run's folder."""
+        """True if its files are in the run's folder."""
         return self.bring is None
 
     def match(
@@ -324,5 +324,5 @@ def unreadable_error(path: str, error: Exception) -> CheckpointError:
     """Make the error for a disk or network that fails, which does not prove the step damaged."""
     return CheckpointError(
         f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
-        "run's folder to go on from the step before"
+        "run's folder to continue from the step before"
     )

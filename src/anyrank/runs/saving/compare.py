@@ -152,10 +152,10 @@ def _refuse_record(part: str, record: Any, ranks: Ranks) -> None:
         "comparing the state", (ranks.index, own_text) if own_text else nobody, min
     )
     if unlike_rank == nobody:
-        raise CheckpointError(f"{part} differs between the ranks: make it alike on all of them")
+        raise CheckpointError(f"{part} differs between the ranks: make it equal on all of them")
     raise CheckpointError(
         f"{part} differs between rank {ranks.ranks[0]} and rank {ranks.ranks[unlike_rank[0]]}: "
-        f"{unlike_rank[1]}: make it alike on all ranks"
+        f"{unlike_rank[1]}: make it equal on all ranks"
     )
 
 

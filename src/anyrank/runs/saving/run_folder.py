@@ -134,9 +134,11 @@ class RunFolder:
         while not os.path.lexists(path):
             path = os.path.dirname(path)
         if not os.path.isdir(path):
-            return f"cannot be made, as {path} is a file: give another path"
+            return f"cannot be made, because {path} is a file: give another path"
         if not os.access(path, os.W_OK | os.X_OK):
-            return f"cannot be made, as this user may not write in {path}: change its permissions"
+            return (
+                f"cannot be made, because this user may not write in {path}: change its permissions"
+            )
         return None
 
     def begin(self, step: int, run: str, branch: int | None = None) -> str:
@@ -282,7 +284,7 @@ class RunFolder:
         new_names = [self.set_aside(s.name, SUPERSEDED if s.is_whole else DAMAGED) for s in newer]
         if new_names:
             log.warning(
-                "%s: the run goes on from step %d; newer steps were renamed %s",
+                "%s: the run continues from step %d; newer steps were renamed %s",
                 self.path,
                 branch,
                 ", ".join(new_names),

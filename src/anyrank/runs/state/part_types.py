@@ -210,7 +210,7 @@ def misfits(stored: StoredTensor, target: ShardedTensor, part: str = "") -> str 
 
 
 def _leaving_out(part: str) -> str:
-    """The option that goes on without a part; the model has none, as a run is its weights."""
+    """The option to continue without a part; the model has none, because a run is its weights."""
     return f", or leave {part} as it is with skip=[{part!r}]" if part not in ("", "model") else ""
 
 

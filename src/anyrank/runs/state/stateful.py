@@ -133,7 +133,7 @@ def match_stateful(
         elif not source.same_ranks:
             matched.problems.append(
                 f"{part}: a {record['class']} whose state differed between the {source.ranks} "
-                "ranks that saved it cannot go on with another number: give it a state that knows "
+                "ranks that saved it cannot continue on another number: give it a state that knows "
                 "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
             )
             return matched

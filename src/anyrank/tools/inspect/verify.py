@@ -272,7 +272,7 @@ def _verify_listings(listings: list[Listing], finite: bool, outcome: _Outcome) -
                 outcome.findings.append(_finding(error, listing.format))
             if finite:
                 outcome.findings += _nonfinite(listing, progress)
-    outcome.checked.update(compared(*listings) or ["no checksums, as the files have none"])
+    outcome.checked.update(compared(*listings) or ["no checksums, because the files have none"])
     if finite:
         outcome.checked.add("NaN and infinite values")
 

@@ -20,7 +20,7 @@ from anyrank.tensors.torch_classes import is_dtensor
 
 @dataclass(frozen=True)
 class Proved:
-    """An optimizer whose step treats each element by itself, in float32 and float64.
+    """An optimizer whose step treats each element on its own, in float32 and float64.
 
     Attributes:
         low: proved in bfloat16 and float16 too.

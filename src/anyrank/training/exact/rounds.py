@@ -56,7 +56,7 @@ class Rounds:
         return self._leaves[self.index][self.number]
 
     def begin(self, k: int, is_last: bool) -> None:
-        """The round of a microbatch; one rank by itself leaves out those without a sample."""
+        """The round of a microbatch; one rank alone leaves out those without a sample."""
         self.number += 1
         while self.leaf is not None and self.leaf < k:
             self.number += 1

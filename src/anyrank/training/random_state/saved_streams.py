@@ -75,7 +75,7 @@ class SavedStreams:
 
     @property
     def states(self) -> dict[str, StreamState]:
-        """Stream -> state on the rank that this one goes on from."""
+        """Stream -> state on the rank that this one continues from."""
         return {**self.shared, **self.own_states}
 
     def to_json(self) -> dict[str, Any]:

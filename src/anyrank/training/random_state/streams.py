@@ -220,7 +220,7 @@ def is_in_use(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
-    """Run a block under streams that depend only on a 64-bit number, then go on as before."""
+    """Run a block under streams that depend only on a 64-bit number, then continue as before."""
     with kept(devices):
         reseed(number, devices)
         yield

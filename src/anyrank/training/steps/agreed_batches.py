@@ -126,7 +126,7 @@ def one_ahead(
     """The slots and batches of a step, and whether each is the last. All ranks.
 
     A batch comes once all ranks have theirs. After the first ones, the next is fetched before one
-    is returned, and the ranks agree on it while the caller works. One rank by itself leaves out
+    is returned, and the ranks agree on it while the caller works. One rank alone leaves out
     microbatches without a sample, which several run as copies, since all run as many.
 
     Args:

@@ -129,7 +129,7 @@ class Pace:
 
     @property
     def has_window(self) -> bool:
-        """Whether `take_window` has something."""
+        """True if `take_window` has something."""
         return bool(self._spent)
 
     def take_window(self) -> list[Spent]:

@@ -117,7 +117,7 @@ class Step:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether no step of its epoch follows.
+        """True if no step of its epoch follows.
 
         Raises:
             ValueError: as for `samples`.
@@ -126,7 +126,7 @@ class Step:
 
     @property
     def is_last(self) -> bool:
-        """Whether the current microbatch is the last of this rank in the step.
+        """True if the current microbatch is the last of this rank in the step.
 
         Raises:
             ValueError: not within `microbatches`.

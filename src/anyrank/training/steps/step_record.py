@@ -188,7 +188,7 @@ def _check_alike(values: Mapping[str, str], record: StepRecord, ranks: Ranks) ->
 
 
 def _check_not_exchanged(record: StepRecord) -> bool:
-    """Refuse gradients without a wrapper that one has exchanged all the same.
+    """Refuse gradients that something exchanged although there is no wrapper.
 
     Args:
         record: of all ranks; the norm is that of a rank's gradients before the exchange, and 0

@@ -111,7 +111,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if options.get("on_batch_change", "error") != "error":
         raise ValueError(
             f"on_batch_change={options['on_batch_change']!r}: a step has rows of as many lanes as "
-            "microbatches, so a run goes on with its global_batch alone: remove it"
+            "microbatches, so a run only continues with its own global_batch: remove it"
         )
 
 

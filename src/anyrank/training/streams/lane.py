@@ -164,7 +164,7 @@ class Lane:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has no further block."""
+        """True if it has no further block."""
         return self.left == 0
 
     def take(self, size: int, look: int = 0) -> list[Any]:
@@ -457,7 +457,7 @@ class Lane:
         if kept := [name for name, digest in parts.items() if fresh.get(name) != digest]:
             raise TypeError(
                 f"{type(self.transform).__name__} keeps something in {', '.join(kept)}, which a "
-                "resume, and a rank that goes on with the lane, would not have: let held() return "
+                "resume, and a rank that continues the lane, would not have: let held() return "
                 "the numbers of the rows that it still needs, which are fed again, or state_dict() "
                 "what it knows; if its samples do not depend on it (a cache, a count for a log), "
                 "let held() return []"

@@ -73,7 +73,7 @@ class BlockPlan(StepPlan):
 
     @property
     def is_known(self) -> bool:
-        """Whether all blocks were reported."""
+        """True if all blocks were reported."""
         return len(self.sizes) == len(self.lanes)
 
     @property

@@ -242,7 +242,7 @@ def _check_transform(transform: Any) -> None:
         raise TypeError(
             f"transform is a {type(transform).__name__}: give anyrank.Pack, anyrank.Buckets, "
             "or an object with feed(row) and end(), which return lists of samples; a generator "
-            "cannot go on in the middle after a resume"
+            "cannot continue in the middle after a resume"
         )
 
 

@@ -78,7 +78,7 @@ class BlockAnswer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no sample, so that its batch is a copy of another's."""
+        """True if it has no sample, so that its batch is a copy of another's."""
         return not self.num_samples
 
     @property

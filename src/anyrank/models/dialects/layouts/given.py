@@ -298,7 +298,7 @@ def check_parts(
                 f"{list(coordinate)}: {ranks}" for coordinate, ranks in holders.items()
             )
             raise LoadError(
-                f"{name}: the ranks' layout= make no whole, as the ranks at each place of its mesh "
+                f"{name}: the ranks' layout= make no whole: the ranks at each place of its mesh "
                 f"of {list(layout.mesh_shape)} are {parts}: give all ranks of a mesh the same list"
             )
 

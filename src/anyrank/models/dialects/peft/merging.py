@@ -28,7 +28,7 @@ def scaling_of(tensor: ModelTensor) -> float | None:
     if not tensor.adapter:
         return None
     path, parts = tensor.registrations[0].path, tensor.name.split(".")
-    # The innermost, as a layer around another one has a scale of its own.
+    # The innermost, because a layer around another one has a scale of its own.
     layer: Any = next((m for m in reversed(path) if is_peft(m) and hasattr(m, "scaling")), None)
     scalings: Mapping[str, Any] = {} if layer is None else layer.scaling
     return next((float(factor) for name, factor in scalings.items() if name in parts), None)

@@ -258,7 +258,7 @@ def _rates_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
-    """A sentence for each value that differs; groups that differ alike share one."""
+    """A sentence for each value that differs; groups with the same difference share one."""
     used = "the saved one is used" if settings == "saved" else "this script's is used"
     alike: dict[tuple[str, str, str, str], list[Change]] = {}
     for change in changes:

@@ -47,7 +47,7 @@ class Driven:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether it is restored, and its rates are those that its schedules begin with."""
+        """True if it is restored, and its rates are those that its schedules begin with."""
         are_plateaus = all(isinstance(thing, ReduceLROnPlateau) for thing in self.begun.values())
         return self.is_restored and bool(self.begun) and not (self.counting and are_plateaus)
 
