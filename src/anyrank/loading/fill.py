@@ -136,8 +136,8 @@ class _Placed(NamedTuple):
     """The message of ranks when their weights are in place.
 
     Attributes:
-        columns: of what was moved, and of the peaks of memory: a report says these few numbers of
-            each rank, and is equal on all.
+        columns: columns of what was moved, and of the peaks of memory: a report says these few
+            numbers of each rank, and is equal on all.
         seconds: the longest.
         rules: tensor -> how it got its values.
         renewed: tensors whose objects could not be kept.

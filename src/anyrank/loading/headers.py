@@ -42,7 +42,8 @@ class SourceInfo:
     Attributes:
         sources: the paths, or "a dict of tensors", and the first rank that was given them; the
             first two. Ranks with None or an empty dict have none.
-        locations: of local paths that ranks see, where they are; two are enough to show copies.
+        locations: locations of local paths that ranks see, where they are; two are enough to show
+            copies.
         seeing: the ranks that can read it, a bit for each position: all need to know who reads.
         seed: the first rank's torch seed.
         is_live: whether a rank has a dict with sharded tensors, of which no rank has all bytes.

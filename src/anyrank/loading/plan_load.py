@@ -65,7 +65,8 @@ class _MatchSummary:
     """One rank's summary of its match for the others, or that of some ranks.
 
     Attributes:
-        inventory: of its tensors; of what fills them, and of each frozen part whose hash is known.
+        inventory: inventory of its tensors; of what fills them, and of each frozen part whose hash
+            is known.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
         buffer_bytes: staging memory that it would use.
     """
@@ -99,9 +100,9 @@ def plan_load(
     """Plan a load and agree on it. All ranks; nothing is changed.
 
     Args:
-        model, source, ranks, options: of the load.
+        model, source, ranks, options: those of the load.
         info: what the ranks were given.
-        read_headers: of `header_reader`.
+        read_headers: reader of headers, of `header_reader`.
         known: what the source holds, where all ranks know it already.
 
     Raises:

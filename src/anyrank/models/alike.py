@@ -45,10 +45,10 @@ def check_alike(
     """Refuse ranks that have other tensors, or have them in another order. All ranks.
 
     Args:
-        title: of the error: "the ranks' models differ".
-        tensors: of this rank.
-        inventory: of all ranks, merged by `join_digests`.
-        ranks: that compare.
+        title: title of the error: "the ranks' models differ".
+        tensors: tensors of this rank.
+        inventory: inventory of all ranks, merged by `join_digests`.
+        ranks: ranks that compare.
         error: its class.
 
     Raises:
@@ -73,9 +73,9 @@ def find_coordinates(
     """The coordinates of every rank in the tensors' meshes, by global rank. All ranks.
 
     Args:
-        tensors: of this rank; `check_alike` has found them alike.
-        inventory: of all ranks, merged.
-        ranks: of the call.
+        tensors: tensors of this rank; `check_alike` has found them alike.
+        inventory: inventory of all ranks, merged.
+        ranks: ranks of the call.
     """
     are_alike = ranks.size > 1 and inventory[MESHES].digest not in ("", UNKNOWN)
     return coordinates_of_all(tensors, ranks, are_alike=are_alike)

@@ -172,7 +172,7 @@ def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
 
     Args:
         match: of which `tensors`, `listing`, `stored` and `duplicates` are known.
-        keys: of the tensors that have one.
+        keys: keys of the tensors that have one.
     """
     twins = twins_of(match.tensors)
     if not twins:

@@ -31,8 +31,8 @@ def coordinates_of_all(
     """The coordinates of every rank, by global rank. All ranks.
 
     Args:
-        tensors: of this rank.
-        ranks: of the call.
+        tensors: tensors of this rank.
+        ranks: ranks of the call.
         are_alike: whether all have the same `digest_meshes`.
     """
     known = _by_mesh(tensors, ranks) if are_alike else None

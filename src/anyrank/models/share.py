@@ -29,7 +29,7 @@ class ModelShare:
     """The part of a model that one rank fills. This rank alone: no method waits for others.
 
     Args:
-        model, match, meter: of the call.
+        model, match, meter: those of the call.
         seed: the first rank's torch seed.
         init: as for `Initialiser`.
         device: where plain tensors on meta go. Default: to the device of the model's real

@@ -17,7 +17,7 @@ def spreads_of(
 
     Args:
         tensors: as any rank lists them.
-        coordinates: of every rank.
+        coordinates: coordinates of every rank.
     """
     by_rank = [*coordinates.values()]
     which = by_rank[0].which

@@ -137,7 +137,7 @@ def replicas(
     Args:
         index: position of the tensor in every rank's list.
         tensor: the tensor, as any rank holds it.
-        coordinates: of every rank, by global rank.
+        coordinates: coordinates of every rank, by global rank.
     """
     if tensor.layout is None:
         return {tensor.pieces: tuple(coordinates)} if tensor.pieces else {}

@@ -33,7 +33,7 @@ class Facts:
 
     Attributes:
         tensor_parallel: ranks that share one copy of the data.
-        seed: of torch's generator, which is the same however often a rank has drawn.
+        seed: seed of torch's generator, which is the same however often a rank has drawn.
         is_seeded: whether forwards run under seeds of their own, as an ElasticLoader's do.
         dropout: modules that draw random numbers in each forward.
         loader: None for none, and for an ElasticLoader.
@@ -54,7 +54,7 @@ class Known:
 
     Attributes:
         ranks: global ranks.
-        facts: of each.
+        facts: facts of each of them.
         differing: table -> line -> its texts, and their ranks.
         global_batch, accumulation: arguments of `check`.
     """

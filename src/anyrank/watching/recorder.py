@@ -52,7 +52,7 @@ class Call:
         arrival: how the rank arrived at it: USUAL, after OTHER calls than ever before, or for the
             FIRST time; UNREAD if the calls have no stacks, by which they are distinguished.
         operation: its number among all calls of the rank in the group, messages included.
-        sizes, dtypes: of its tensors; empty if ranks may have different ones.
+        sizes, dtypes: those of its tensors; empty if ranks may have different ones.
         is_done: whether it has ended on this rank.
         stack: the user's own lines at the call.
         on_device: whether it returned at once, and waits on a device.

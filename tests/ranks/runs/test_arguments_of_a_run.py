@@ -60,7 +60,7 @@ WORDS = {
     **{name: f"TrainState(): {name}= differs between ranks" for name in STATES},
     "wrong on one": "[rank 1] resume takes 'auto', 'must', a step or a path, not -5",
     "another folder": "path= differs",
-    "another run": "the ranks' states are of different runs: rank 0 of run-0, rank 1 of run-1: ",
+    "another run": "the ranks' states are of different runs: rank 0: run-0, rank 1: run-1: ",
     "another rate": "groups.0.options.lr: 0.1 and 0.2: make it equal on all ranks",
 }
 

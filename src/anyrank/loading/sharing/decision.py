@@ -31,7 +31,7 @@ def shared_reading(
         strategy: the caller's choice.
         match: match of this rank's model.
         coordinates: coordinates of every rank, by global rank.
-        caches, sees: of each rank, as for `why_own`.
+        caches, sees: those of each rank, as for `why_own`.
         ranks: the ranks of the call.
         buffer_bytes: staging memory.
 
@@ -65,7 +65,7 @@ def decide(
     Args:
         strategy: the caller's choice among `model.options.STRATEGIES`.
         ranks: global ranks, in the group's order.
-        caches, sees: of each rank, as for `why_own`.
+        caches, sees: those of each rank, as for `why_own`.
         repeated_bytes: bytes that ranks with different caches would each read.
 
     Returns:

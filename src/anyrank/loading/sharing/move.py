@@ -56,7 +56,7 @@ class Mover:
     Args:
         rounds: flows with this rank's transfers; ranks agree between two rounds that none failed.
         places: this rank's memory.
-        ranks: of the call.
+        ranks: ranks of the call.
         window_bytes: bytes of messages under way; 0 if this rank sends and receives nothing.
         sample: called from time to time, to measure memory.
 

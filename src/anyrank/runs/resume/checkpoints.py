@@ -176,7 +176,7 @@ class Checkpoints:
             epoch: for another tool's checkpoint: number of whole epochs that the run has done.
             scheduler_steps: for another tool's checkpoint: how often its schedules were stepped in
                 each optimizer step, as Accelerate steps them once for each process.
-            settings: of schedules and optimizers (T_max, lr, betas) that the script gives
+            settings: settings of schedules and optimizers (T_max, lr, betas) that the script gives
                 otherwise than the saved run's: "saved" keeps the saved ones, and warns of each;
                 "script" uses the script's, with schedules at their counts, and warns of it too.
 

@@ -74,8 +74,8 @@ class ResumeSource(ABC):
         after the match.
 
         Args:
-            fills: of this rank.
-            ranks: that resume.
+            fills: fills of this rank.
+            ranks: ranks that resume.
 
         Raises:
             CorruptCheckpoint: the source is damaged; nothing has changed.

@@ -47,11 +47,11 @@ def compare_replicas(
     """Find the names of tensors that differ and may; the first rank's are saved. All ranks.
 
     Args:
-        parts: of the state.
+        parts: parts of the state.
         spreads: how each of their tensors lies on the ranks.
         turn: how many saves were before, equal on all ranks.
-        step: that is saved, for the error.
-        ranks: that save together.
+        step: step that is saved, for the error.
+        ranks: ranks that save together.
 
     Raises:
         CheckpointError: a tensor of the model or an optimizer differs; the error names it and the

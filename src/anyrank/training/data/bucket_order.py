@@ -26,11 +26,11 @@ class BucketOrder(Order):
     """The order of the microbatches of buckets.
 
     Attributes:
-        digest: of the buckets.
+        digest: digest of the buckets.
         microbatch: samples in a full one.
-        short_sizes: of the microbatches that are not full, in the buckets' order.
+        short_sizes: sizes of the microbatches that are not full, in the buckets' order.
         members: int64 [n], the samples of one bucket after those of another.
-        counts: of the samples of each bucket.
+        counts: counts of the samples of each bucket.
     """
 
     digest: str

@@ -186,7 +186,7 @@ class GradientSync:
         """Scale all gradients, and average those that no wrapper averages. All data-parallel ranks.
 
         Args:
-            record: of all ranks.
+            record: record of all ranks.
             factor: multiplies all gradients; None for 1.
         """
         if factor is not None:

@@ -106,7 +106,7 @@ def scopes_of(
     """Stream -> which of several ranks have it alike.
 
     Args:
-        coords: of each rank.
+        coords: coordinates of each rank.
         digests: for each rank, stream -> digest of its state.
     """
     names = dict.fromkeys(name for row in digests for name in row)

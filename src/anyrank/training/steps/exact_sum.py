@@ -13,9 +13,9 @@ class ExactSum:
     """A sum of floats, rounded once, as by `math.fsum`.
 
     Attributes:
-        finite: of the finite ones.
-        other: of the infinite ones and NaN; 0 without any.
-        count: how many there are.
+        finite: sum of the finite ones.
+        other: sum of the infinite ones and NaN; 0 without any.
+        count: number of all floats.
     """
 
     finite: Fraction = Fraction()

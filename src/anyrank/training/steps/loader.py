@@ -71,7 +71,7 @@ class ElasticLoader:
             any number of ranks. A sample that is drawn again gets different random numbers.
         transform: makes the samples of microbatches, as of `from_shards`: the dataset is read as a
             stream, whose length is not known, but with `keys`.
-        keys: of the samples, n buckets, for a `Buckets`: an epoch is planned from them, and no
+        keys: keys of the samples, n buckets, for a `Buckets`: an epoch is planned from them, and no
             sample is loaded to know its bucket.
         on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
             "rescale" to continue with an entry in `notes`.

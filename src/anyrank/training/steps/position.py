@@ -64,7 +64,7 @@ class RankAccounts:
 
     Attributes:
         plans: digest of each epoch's number, and of its earlier and planned samples.
-        seen: of each epoch, the receipt of the samples that were run.
+        seen: for each epoch, the receipt of the samples that were run.
         is_one_each: whether no two ranks run the same samples, as those of a tensor-parallel group
             do.
     """
@@ -94,7 +94,8 @@ class Position:
         exact: sums gradients in an order that does not depend on the ranks; None: as they come.
 
     Attributes:
-        accounts: of the current epoch, the last one, and earlier ones that are not verified yet.
+        accounts: accounts of the current epoch, the last one, and earlier ones that are not
+            verified yet.
         epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticLoader`.
         current: the step that was begun and is not counted yet.
         begun: exchanges of this step's passes, and of passes in earlier tries at it.

@@ -27,18 +27,18 @@ class StepRecord:
 
     Attributes:
         ranks: how many.
-        weights: of the microbatches that had a backward, without copies.
+        weights: weights of the microbatches that had a backward, without copies.
         without: the first microbatch that had none; None where all had one.
         losses: digest of a rank's losses; in a model's first passes alone, as `values`, `norm` and
             the squares. All digests are "" where those of the ranks differ.
         refusal: why a rank's gradients cannot be summed, and the way out; None if they can.
         values: digest of the parameters that no wrapper keeps equal.
-        states: of each parameter that no wrapper exchanges: frozen, without a gradient, or with one
-            on any rank; None where ranks freeze different ones.
+        states: state of each parameter that no wrapper exchanges: frozen, without a gradient, or
+            with one on any rank; None where ranks freeze different ones.
         squared_norm: sum of the squares of their gradients.
         norm: digest of it.
-        least, most: of each parameter that DDP exchanges, the same of its gradient, on the ranks
-            with the least and the most.
+        least, most: those of each parameter that DDP exchanges, the same of its gradient, on the
+            ranks with the least and the most.
         is_finite: whether all of these are.
         used: with exact=True, of each unit of FSDP2 the parameters that a microbatch has used.
     """
@@ -97,9 +97,9 @@ def judge(
     """Judge what the ranks have seen. All ranks.
 
     Args:
-        number: of the step.
-        record: of all ranks.
-        own_states: of this rank.
+        number: number of the step.
+        record: record of all ranks.
+        own_states: states of this rank.
         summed: names of the parameters that no wrapper exchanges.
         exchanged: names of the parameters that DDP exchanges.
         values: shape and hash of this rank's parameters, whose hash is in its record.
@@ -145,7 +145,7 @@ def _refuse_trainable(names: Sequence[str], own_states: bytes, ranks: Ranks) -> 
     """Refuse parameters that are trained on some ranks only. All ranks.
 
     Args:
-        names: of this rank's parameters that no wrapper exchanges.
+        names: names of this rank's parameters that no wrapper exchanges.
         own_states: the state of each.
         ranks: the data-parallel ranks.
 
@@ -168,7 +168,7 @@ def _check_alike(values: Mapping[str, str], record: StepRecord, ranks: Ranks) ->
 
     Args:
         values: shape and hash of each of this rank's parameters, by name.
-        record: of all ranks, which has a digest of these.
+        record: record of all ranks, which has a digest of these.
         ranks: the data-parallel ranks.
 
     Raises:
@@ -191,8 +191,8 @@ def _check_not_exchanged(record: StepRecord) -> bool:
     """Refuse gradients that something exchanged although there is no wrapper.
 
     Args:
-        record: of all ranks; the norm is that of a rank's gradients before the exchange, and 0
-            where nothing is to be checked.
+        record: record of all ranks; the norm is that of a rank's gradients before the exchange, and
+            0 where nothing is to be checked.
 
     Returns:
         Whether this could be determined: not if the losses are equal on all ranks, as in a run on
@@ -217,8 +217,8 @@ def _check_exchanged(names: Sequence[str], record: StepRecord) -> bool:
     """Check that DDP has exchanged its gradients, after the last microbatch.
 
     Args:
-        names: of the parameters that DDP exchanges.
-        record: of all ranks; without squares where nothing is to be checked.
+        names: names of the parameters that DDP exchanges.
+        record: record of all ranks; without squares where nothing is to be checked.
 
     Returns:
         Whether this could be determined: not from gradients that are all zero, or not finite.

@@ -37,7 +37,7 @@ class Pass:
         is_last: whether that is the rank's last microbatch.
         is_complete: whether the pass ran to its end.
         weights: weights by microbatch, without copies.
-        losses: of all microbatches, with their weights, which are 0 for copies.
+        losses: losses of all microbatches, with their weights, which are 0 for copies.
         total: total of the weights of all ranks, once the pass has ended without own_backward.
         in_own_backward: whether a backward of a given loss is running, or is to come.
     """

@@ -148,7 +148,7 @@ def other_settings(config: Any, saved: Mapping[str, Any], free: Collection[str])
     and `integrations.peft` ask whether an adapter means what the model means.
 
     Args:
-        config: of the model's adapter.
+        config: configuration of the model's adapter.
         saved: what adapter_config.json says. What it leaves out has PEFT's default there.
         free: settings that may differ.
 

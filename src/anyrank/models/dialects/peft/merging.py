@@ -195,9 +195,9 @@ def other_than_lora(layer: Any, kinds: Collection[str], adapter: str = "") -> st
     """Say how a layer of PEFT, or one of its adapters, differs from plain LoRA; None if it is.
 
     Args:
-        layer: of PEFT.
+        layer: layer of PEFT.
         kinds: classes of LoRA's whose products can be added, by name.
-        adapter: of the layer; "" to judge its class alone.
+        adapter: adapter of the layer; "" to judge its class alone.
     """
     kind = plain_class(layer)
     if kind.__name__ not in kinds or not kind.__module__.startswith("peft.tuners.lora."):
@@ -218,8 +218,8 @@ def changes_one_name(weight: ModelTensor, layers: Sequence[Any]) -> str | None:
     names of it are adapted alike. This is what sync and `integrations.peft.merge` ask.
 
     Args:
-        weight: of the base.
-        layers: of PEFT, which add the same product to it.
+        weight: weight of the base.
+        layers: layers of PEFT, which add the same product to it.
     """
     bases = {id(layer.get_base_layer()) for layer in layers}
     names = [entry.name for entry in weight.registrations if id(entry.module) not in bases]

@@ -41,11 +41,11 @@ class Change:
     """A setting that the script gives otherwise than the saved run's script gave.
 
     Attributes:
-        part: of the state.
-        key: of the setting; within a schedule of schedules with a path, "schedulers.1.T_max".
+        part: part of the state.
+        key: key of the setting; within a schedule of schedules with a path, "schedulers.1.T_max".
         value, saved: both, as text.
-        group: of the optimizer's, by number; None in other parts.
-        groups: that the optimizer has.
+        group: group of the optimizer's, by number; None in other parts.
+        groups: groups that the optimizer has.
     """
 
     part: str

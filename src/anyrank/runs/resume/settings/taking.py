@@ -20,7 +20,7 @@ def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> b
     Args:
         script: what the script gives.
         kept: the settings of the saved script; a part that it lacks gets all of the script's.
-        part: that is filled.
+        part: part that is filled.
 
     Returns:
         Whether there was something.
