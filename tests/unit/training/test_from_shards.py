@@ -702,3 +702,21 @@ def test_tokens_that_are_no_int64_are_an_error() -> None:
             anyrank.Pack(4).feed({"input_ids": tokens})
     with pytest.raises(ValueError, match=r"a token of 2\*\*63 or more"):
         anyrank.Pack(4).feed({"input_ids": np.array([1, 2**63], dtype=np.uint64)})
+
+
+def test_an_endless_stream_has_full_steps_and_no_epochs(tmp_path: Path) -> None:
+    def ones(shard: str) -> Iterator[Any]:
+        yield from [(shard, number) for number in range(4)]
+
+    loader = make("abcdefgh", ones, global_batch=12, microbatch=2, endless=True, collate_fn=list)
+    state = anyrank.TrainState(nn.Linear(1, 1), data=loader)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        with pytest.raises(ValueError, match="there are no epochs: give until="):
+            ckpts.steps(epochs=1)
+        seen = Counter[str]()
+        for step in ckpts.steps(until=16):
+            for batch in step.microbatches(NET):
+                seen.update(shard for shard, _ in batch)
+            assert step.samples == 12
+    assert {*seen} == {*"abcdefgh"}
+    assert (loader.epoch, loader.receipts) == (0, [])

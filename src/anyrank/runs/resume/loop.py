@@ -359,11 +359,14 @@ def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> 
     """Return a function that says whether the run has `until` steps, or `epochs` epochs.
 
     Raises:
-        ValueError: neither or both were given, or a negative number.
+        ValueError: neither or both were given, or a negative number; epochs of a stream without
+            end.
         TypeError: a number is not an int.
     """
     if (until is None) == (epochs is None):
         raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
+    if epochs is not None and any(loader.position.is_endless for loader in state.parts.loaders()):
+        raise ValueError("endless=True: there are no epochs: give until= (optimizer steps)")
     name, limit = ("until", until) if epochs is None else ("epochs", epochs)
     last = check_int(name, limit, 0)  # counted over the whole run
     return lambda: (state.step if epochs is None else state.epoch) >= last

@@ -107,6 +107,8 @@ class Position:
         exponent: exponent of the power of two near the first `weight`; None before it.
     """
 
+    is_endless = False  # whether there are no epochs
+
     def __init__(
         self,
         schedule: Schedule,

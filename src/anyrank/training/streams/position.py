@@ -117,6 +117,7 @@ class StreamPosition(Position):
         self.streams: Streams = self.reader.dataset
         seed, num = self.schedule.order.seed, self.schedule.num_microbatches
         self.constants = self.streams.constants(seed, num)
+        self.is_endless = self.constants.endless
         self.notes += self.streams.notes
         for note in self.notes:
             log.warning(note)
