@@ -402,7 +402,7 @@ class ElasticLoader:
 
     @property
     def in_step(self) -> bool:
-        """Whether microbatches were run that are not committed: then a save is refused."""
+        """True if microbatches were run that are not committed: then a save is refused."""
         return self.position.current is not None and bool(self.position.current.passes)
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:

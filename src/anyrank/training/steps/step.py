@@ -145,7 +145,7 @@ class Step:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the current microbatch runs with weight 0: this rank has fewer than others.
+        """True if the current microbatch runs with weight 0: this rank has fewer than others.
 
         Raises:
             ValueError: not within `microbatches`.
