@@ -109,7 +109,7 @@ ROOMS = {
     "remote": Room("object_store", "integrations/test_object_store"),
     "script": Room("settings", "unit/runs/test_script_settings"),
     "sharing": Room("sharing", "unit/loading/test_file_flows"),
-    "streams": Room("streams", "unit/training/test_streams"),
+    "streams": Room("streams", "unit/training/test_from_shards"),
     "sync": Room("live sync", "unit/live/test_sync_local"),
     "tables": Room("tables", "unit/sources/test_load_tables"),
     "testing": Room(

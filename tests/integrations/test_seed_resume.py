@@ -16,7 +16,7 @@ from tests.scripts import run_python
 
 import anyrank
 from anyrank.testing import run_ranks
-from anyrank.training.random_state import saved_streams
+from anyrank.training.random_state import saved as saved_generators
 
 SAVED_ON, STOP, END = 7, 4, 9
 EPOCH = 7  # steps of 24 of the 168 images
@@ -54,14 +54,14 @@ def job(arguments: list[str], cards: int = 0) -> dict[str, Any]:
     Returns what the example does, and the images that this rank has read.
     """
     seen = Seen()
-    streams_here = saved_streams.streams_here
+    generators_here = saved_generators.generators_here
 
     def more(generators: Any) -> list[Any]:
-        return [*streams_here(generators), *(Card(number) for number in range(cards))]
+        return [*generators_here(generators), *(Card(number) for number in range(cards))]
 
     with pytest.MonkeyPatch.context() as patch:  # the process is a rank of later tests as well
         patch.setattr(diffusion_resume, "Images", lambda: seen)
-        patch.setattr(saved_streams, "streams_here", more)
+        patch.setattr(saved_generators, "generators_here", more)
         result = diffusion_resume.main(["--double", *arguments])
     loader = result.pop("loader")
     return result | {"ids": seen.ids, "receipts": loader.receipts, "samples": loader.samples}
@@ -123,7 +123,7 @@ def test_states_of_accelerators_that_are_not_here_are_no_error(
     arguments = ["--folder", copied(saved[0], tmp_path), "--resume", "--stop", str(STOP)]
     for ranks in (1, 2):
         report = run_ranks(ranks, job, arguments)[0]["report"]
-        notes = [note for note in report.notes if note.startswith("random stream device")]
+        notes = [note for note in report.notes if note.startswith("random generator device")]
         assert len(notes) == 8
         assert all("skipped, it was saved and is not in use here" in note for note in notes)
 

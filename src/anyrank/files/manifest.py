@@ -59,8 +59,8 @@ class Manifest:
         parts: name -> the saved state of a part, apart from its tensors.
         settings: part -> the script's own settings for it, before anything was restored.
         differed: tensors that were not equal on all ranks; the first rank's were saved.
-        streams: the random streams: which ranks had each alike, and the states that all ranks had
-            alike; see `SavedStreams`.
+        generators: the random generators: which ranks had the same state, and the states that all
+            ranks shared; see `SavedGenerators`.
     """
 
     run: str
@@ -76,7 +76,7 @@ class Manifest:
     parts: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     differed: list[str] = field(default_factory=list[str])
-    streams: dict[str, Any] = field(default_factory=dict[str, Any])
+    generators: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -148,7 +148,9 @@ def _manifest(entries: dict[str, Any]) -> Manifest:
         field.name: entries[field.name] for field in fields(Manifest) if field.name in entries
     }
     values |= {name: int(entries[name]) for name in ("step", "epoch", "samples")}
-    values |= {name: dict(entries[name]) for name in ("parts", "settings", "streams", "versions")}
+    values |= {
+        name: dict(entries[name]) for name in ("parts", "settings", "generators", "versions")
+    }
     values["lineage"] = [dict(entry) for entry in entries["lineage"]]
     values["differed"] = [str(name) for name in entries["differed"]]
     saved_on = entries["saved_on"]
@@ -178,7 +180,7 @@ def _size(number: Any) -> int:
 
 def _value(name: str, value: Any) -> str:
     """A field as JSON: in lines for people, but for lists with an entry for each rank."""
-    if name in ("ranks", "streams"):
+    if name in ("ranks", "generators"):
         return json.dumps(value, separators=(",", ":"))
     return json.dumps(value, indent=1).replace("\n", "\n ")
 

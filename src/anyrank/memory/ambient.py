@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
-from anyrank.training.random_state.streams import Source, ambient, is_in_use
+from anyrank.training.random_state.generators import Source, ambient, is_in_use
 
 
 class Ambient:
@@ -25,8 +25,8 @@ class Ambient:
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Source]) -> None:
         used = set(devices) | _current_accelerator()
-        streams = ambient(sorted(filter(is_in_use, used), key=str))
-        torch_sources = [s for s in streams if s.name in ("torch", "device")]
+        generators = ambient(sorted(filter(is_in_use, used), key=str))
+        torch_sources = [s for s in generators if s.name in ("torch", "device")]
         self.sources: list[Source] = [*torch_sources, *generators]
         # Torch's checkpoint restores these settings for two types, and the default device.
         types = {device.type for device in used} - {"cpu", DefaultDeviceType.get_device_type()}

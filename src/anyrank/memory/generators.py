@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from anyrank.checks import check_type
-from anyrank.training.random_state.streams import (
-    NumpyStream,
-    PythonStream,
+from anyrank.training.random_state.generators import (
+    NumpyGenerator,
+    PythonGenerator,
     Source,
-    TorchStream,
+    TorchGenerator,
     ambient,
 )
 
@@ -51,13 +51,13 @@ def source_of(value: Any) -> Source | None:
     None for any other value, and for a generator without a state.
     """
     if isinstance(value, torch.Generator):
-        return TorchStream("given", value)
+        return TorchGenerator("given", value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return PythonStream(value)
+        return PythonGenerator(value)
     numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
     if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
         return None
-    return _NumpyGenerator(value) if isinstance(value, numpy.Generator) else NumpyStream(value)
+    return _NumpyGenerator(value) if isinstance(value, numpy.Generator) else NumpyGenerator(value)
 
 
 class _NumpyGenerator:

@@ -19,7 +19,7 @@ from anyrank.memory.offload import Offload, get_engine
 from anyrank.memory.region import Contexts, SavedInputs, record_region, uncompiled
 from anyrank.memory.used_modules import UsedModules
 from anyrank.memory.written import WrittenArguments
-from anyrank.training.random_state.streams import Source
+from anyrank.training.random_state.generators import Source
 
 T = TypeVar("T")
 

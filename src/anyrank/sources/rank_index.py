@@ -47,13 +47,13 @@ class RankIndex:
         placed: number of a tensor -> its boxes in the rank's file.
         own_tensors: name -> a tensor that only this rank has.
         parts: part of the state -> this rank's record of it, if the ranks differ.
-        streams: random stream -> its state, if the ranks differ.
+        generators: random generator -> its state, if the ranks differ.
     """
 
     placed: Mapping[int, Sequence[Placed]]
     own_tensors: Mapping[str, OwnTensor]
     parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    streams: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    generators: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file."""
@@ -70,7 +70,12 @@ class RankIndex:
             }
             for name, tensor in self.own_tensors.items()
         }
-        index = {"boxes": boxes, "own": own_tensors, "parts": self.parts, "streams": self.streams}
+        index = {
+            "boxes": boxes,
+            "own": own_tensors,
+            "parts": self.parts,
+            "generators": self.generators,
+        }
         return (json.dumps(index, separators=(",", ":")) + "\n").encode()
 
 
@@ -103,7 +108,7 @@ def parse(data: bytes, where: str, step: StepIndex, size: int) -> RankIndex:
             if sum(box.numel for box, _ in boxes) != math.prod(shape):
                 raise ValueError(f"{name}: its pieces do not make up its shape {list(shape)}")
             own_tensors[name] = OwnTensor(shape, dtype, boxes)
-        return RankIndex(placed, own_tensors, dict(index["parts"]), dict(index["streams"]))
+        return RankIndex(placed, own_tensors, dict(index["parts"]), dict(index["generators"]))
 
 
 def _placed(

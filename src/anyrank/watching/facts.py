@@ -11,7 +11,7 @@ from torch import nn
 
 from anyrank.models.digests import digests_of
 from anyrank.tensors.sharded_tensor import ShardedTensor
-from anyrank.training.random_state.streams import own_accelerator
+from anyrank.training.random_state.generators import own_accelerator
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.watching import data_facts, model_rules
 from anyrank.watching.data_facts import LoaderFacts

@@ -29,7 +29,7 @@ import anyrank
 from anyrank.training.data.order import Order
 from anyrank.training.data.schedule import slots_of_rank
 from anyrank.training.data.worker_exit import WorkerExit
-from anyrank.training.random_state.streams import ambient
+from anyrank.training.random_state.generators import ambient
 
 pytestmark = [
     # Workers on a machine with one core, and from Python 3.12 on.

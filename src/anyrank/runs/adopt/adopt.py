@@ -86,7 +86,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         epoch=int(source.epoch or 0),
         samples=source.samples or 0,
         saved_on=SavedOn(source.ranks or 0, source.tool),
-        no_streams=f"{source.tool} keeps them by process",
+        no_generators=f"{source.tool} keeps them by process",
         source=source,
         skip={*arguments.skip},
         chosen={*(arguments.parts or {})},

@@ -155,7 +155,7 @@ class Checkpoints:
         """Restore the run, on as many ranks as there are now. All ranks.
 
         The newest undamaged step is restored; damaged ones are renamed `.aside-...`, and reported.
-        Everything is compared before anything is changed. Random streams are restored last.
+        Everything is compared before anything is changed. Random generators are restored last.
 
         A path into this run means that step, and the run's own path means its newest. Any other
         path begins this run with a checkpoint from elsewhere: a step of another run, or of another
@@ -213,7 +213,7 @@ class Checkpoints:
         resumed = resume_run(state, self._folder, arguments, verify, ranks, open_search)
         if resumed is None:
             self._listeners.on_resume(None, None)
-            state.parts.streams_before = state.parts.digests_of_streams()
+            state.parts.generators_before = state.parts.digests_of_generators()
             return None
         self._counter.forget_steps()
         is_on_disk = resumed.step is not None and resumed.step.is_on_disk

@@ -1,4 +1,4 @@
-"""One resume: match every part of a state with its source, fill the parts, then the streams."""
+"""One resume: match every part of a state with its source, fill the parts, then the generators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.resume_report import Outcome, ResumeReport
 from anyrank.runs.state.train_state import TrainState
 from anyrank.training.data.receipts import epochs_in_words
-from anyrank.training.random_state.saved_streams import StreamOutcome, derive_all, restore
+from anyrank.training.random_state.saved import GeneratorOutcome, derive_all, restore
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.device import read_threads
@@ -69,7 +69,7 @@ class _Restorer:
         self.comparison: Comparison | None = None  # if the script gives other settings
         self.located: list[tuple[Listing, list[TensorFill]]] = []
         self.has_meta_buffers = False
-        self.outcomes: dict[str, StreamOutcome] = {}
+        self.outcomes: dict[str, GeneratorOutcome] = {}
         self.bytes_read = 0
         self.start = time.perf_counter()
 
@@ -199,25 +199,29 @@ class _Restorer:
                 initialiser, device = Initialiser(part, self.inner.seed), default_device(targets)
                 replace(rebuilt_values(targets, self.ranks, initialiser, device)[1])
 
-    def _restore_streams(self) -> dict[str, StreamOutcome]:
-        """Restore the random streams; last, so that nothing draws from them afterwards."""
+    def _restore_streams(self) -> dict[str, GeneratorOutcome]:
+        """Restore the random generators; last, so that nothing draws from them afterwards."""
         if RANDOM in self.arguments.skip:  # they continue as the script has seeded them
             return {}
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
-        saved = source.streams
+        saved = source.generators
         if saved is None:
             outcomes = derive_all(
-                coords, seed=seed, samples=samples, generators=generators, reason=source.no_streams
+                coords,
+                seed=seed,
+                samples=samples,
+                generators=generators,
+                reason=source.no_generators,
             )
             self._note_undrawn(outcomes)
             return outcomes
 
-        def restore_saved() -> dict[str, StreamOutcome]:
+        def restore_saved() -> dict[str, GeneratorOutcome]:
             return restore(saved, coords, seed=seed, samples=samples, generators=generators)
 
         _, outcomes = self.ranks.run_and_reduce(  # the first rank's outcomes count
-            "restoring the random streams",
+            "restoring the random generators",
             lambda: (None, restore_saved()),
             lambda first, _: first,
         )
@@ -225,15 +229,16 @@ class _Restorer:
         return outcomes
 
     def _note_undrawn(self, names: Collection[str]) -> None:
-        """Count streams that nobody has drawn from as new: seeding them here is not a draw."""
-        digests = self.inner.digests_of_streams()
-        self.inner.streams_before |= {name: digests[name] for name in names if name in digests}
+        """Count generators that nobody has drawn from as new: seeding them here is not a draw."""
+        digests = self.inner.digests_of_generators()
+        self.inner.generators_before |= {name: digests[name] for name in names if name in digests}
 
     def _notes(self) -> list[str]:
         notes = [
-            f"random stream {name}: {outcome.how}, {outcome.reason}"
+            f"random generator {name}: {outcome.how}, {outcome.reason}"
             for name, outcome in self.outcomes.items()
-            if outcome.how not in ("exact", "unused") and outcome.reason != self.source.no_streams
+            if outcome.how not in ("exact", "unused")
+            and outcome.reason != self.source.no_generators
         ]
         notes += [note for part in self.matched.values() for note in part.notes]
         notes += self._warnings()
@@ -249,14 +254,14 @@ class _Restorer:
         of_settings = [] if self.comparison is None else self.comparison.warnings()
         return [*self.source.warnings(), *warnings, *of_settings]
 
-    def _stream_outcome(self) -> Outcome:
-        """Say what became of the random streams together."""
+    def _generator_outcome(self) -> Outcome:
+        """Say what became of the random generators together."""
         before, ranks = self.source.saved_on.ranks, self.ranks.size
         for kind in ("derived", "skipped"):
-            names = [name for name, stream in self.outcomes.items() if stream.how == kind]
+            names = [name for name, generator in self.outcomes.items() if generator.how == kind]
             if not names:
                 continue
-            if kind == "derived" and self.source.streams is not None and before != ranks:
+            if kind == "derived" and self.source.generators is not None and before != ranks:
                 reason = "random numbers drawn outside of the loop begin anew (saved on "
                 reason += f"{count(before, 'rank')}, now {ranks})"
                 if isinstance(self.state.data, ElasticLoader):
@@ -272,7 +277,7 @@ class _Restorer:
         # The report gives these two numbers for each rank, and must be equal on all.
         measured = self.ranks.gather("measuring the resume", (self.bytes_read, seconds))
         components = {name: part.outcome for name, part in self.matched.items()}
-        components[RANDOM] = self._stream_outcome()
+        components[RANDOM] = self._generator_outcome()
         for name in self.arguments.skip:
             components[name] = Outcome("skipped", "asked for with skip=")
         report = ResumeReport(

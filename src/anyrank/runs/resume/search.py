@@ -23,7 +23,7 @@ from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.run_step import ASIDE
 from anyrank.sources.step_index import INDEX, parse
 from anyrank.sources.step_listing import Locator, list_shapes
-from anyrank.training.random_state.saved_streams import SavedStreams, from_json
+from anyrank.training.random_state.saved import SavedGenerators, from_json
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
@@ -232,13 +232,13 @@ class StepSearch:
             bring([index_name(own_rank)])
         path = self.folder.user_path(candidate.name)
 
-        def read() -> SavedStreams:
+        def read() -> SavedGenerators:
             with _naming_step(path):
                 locator.read([own_rank], read_threads(ranks.ranks_on_node))
             with reading_record(path):
-                return from_json(manifest.streams, locator.indexes[own_rank].streams)
+                return from_json(manifest.generators, locator.indexes[own_rank].generators)
 
-        streams = ranks.run("reading the rank's index", read)
+        generators = ranks.run("reading the rank's index", read)
         own_index = locator.indexes[own_rank]
         return StepOfRun(
             path=path,
@@ -254,7 +254,7 @@ class StepSearch:
             run=manifest.run,
             lineage=manifest.lineage,
             settings=manifest.settings,
-            streams=streams,
+            generators=generators,
             differed=manifest.differed,
             verify=self.verify,
             verified=VERIFIED if self.verify else SIZES_VERIFIED,

@@ -12,7 +12,7 @@ from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.resume_report import SavedOn
 from anyrank.runs.state.train_state import TrainState
-from anyrank.training.random_state.saved_streams import SavedStreams
+from anyrank.training.random_state.saved import SavedGenerators
 from anyrank.world.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ class ResumeSource(ABC):
         run: id of the run that continues from it; None for one that begins with it.
         lineage: the run's resumes before this one.
         settings: part -> settings that the saved run's script gave it; empty if they are unknown.
-        streams: the random streams; None to derive new ones, for the reason in `no_streams`.
+        generators: the random generators; None to derive new ones, for the reason `no_generators`.
         differed: names of tensors that differed between the ranks that saved it.
         verify: whether the bytes that are read are compared with their checksums.
         verified: text for the report that says what was compared.
@@ -48,8 +48,8 @@ class ResumeSource(ABC):
     run: str | None = None
     lineage: Sequence[dict[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    streams: SavedStreams | None = None
-    no_streams: str = ""
+    generators: SavedGenerators | None = None
+    no_generators: str = ""
     differed: Sequence[str] = ()
     verify: bool = False
     verified: str = "headers and sizes"

@@ -24,9 +24,9 @@ from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.step_index import StepIndex
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.writes import WritePlan
-from anyrank.training.random_state.saved_streams import (
+from anyrank.training.random_state.saved import (
+    GeneratorState,
     RankCoords,
-    StreamState,
     capture,
 )
 from anyrank.training.steps.loader import ElasticLoader
@@ -44,9 +44,9 @@ class Snapshot:
     Attributes:
         items: boxes of this rank.
         parts: part of the state -> this rank's record of it, if the ranks differ.
-        streams: random stream -> its state on this rank, if the ranks differ.
-        shared_streams: random stream -> the state that all ranks have.
-        unused_streams: those that no rank has drawn from or seeded.
+        generators: random generator -> its state on this rank, if the ranks differ.
+        shared_generators: random generator -> the state that all ranks have.
+        unused_generators: those that no rank has drawn from or seeded.
         coords: position of this rank.
         manifest: manifest of the step; the files are added when they are written.
         plan: plan of what all ranks write of the tensors that they hold together.
@@ -55,9 +55,9 @@ class Snapshot:
 
     items: list[Item]
     parts: dict[str, Any]
-    streams: Mapping[str, StreamState]
-    shared_streams: dict[str, StreamState]
-    unused_streams: list[str]
+    generators: Mapping[str, GeneratorState]
+    shared_generators: dict[str, GeneratorState]
+    unused_generators: list[str]
     coords: RankCoords
     manifest: Manifest
     plan: WritePlan
@@ -118,7 +118,9 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         # A checkpoint with a wrong position would repeat or lose samples in every later resume.
         loader.position.check_receipt(ranks)
 
-    def collect_own() -> tuple[tuple[dict[str, PartState], dict[str, StreamState]], StateSummary]:
+    def collect_own() -> tuple[
+        tuple[dict[str, PartState], dict[str, GeneratorState]], StateSummary
+    ]:
         check()
         inner = state.parts
         parts, states = inner.save(ranks.index), capture(inner.generators)
@@ -164,13 +166,13 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     items += make_own_items(own_tensors, index.numbers)
     own_trees = {part: parts[part].record["tree"] for part in records if "by_rank" in records[part]}
     # A single rank shares nothing with others, and restores what was its own.
-    alike_streams = summary.streams.keys() if ranks.size > 1 else set[str]()
+    alike_generators = summary.generators.keys() if ranks.size > 1 else set[str]()
     return Snapshot(
         items=items,
         parts=own_trees,
-        streams={name: s for name, s in states.items() if name not in alike_streams},
-        shared_streams={name: states[name] for name in states if name in alike_streams},
-        unused_streams=sorted(summary.unused),
+        generators={name: s for name, s in states.items() if name not in alike_generators},
+        shared_generators={name: states[name] for name in states if name in alike_generators},
+        unused_generators=sorted(summary.unused),
         coords=rank_coords(state, ranks),
         manifest=manifest,
         plan=plan,

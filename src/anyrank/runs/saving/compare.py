@@ -13,7 +13,7 @@ from anyrank.models.alike import Inventory, check_alike, find_coordinates, inven
 from anyrank.runs.state.part_types import PartState, differences, shared_tensors
 from anyrank.runs.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates
-from anyrank.training.random_state.saved_streams import StreamState, digests_of, undrawn
+from anyrank.training.random_state.saved import GeneratorState, digests_of, undrawn
 from anyrank.world.alike import Compared, differing, digest_of, join_digests
 from anyrank.world.alike import digests_of as digests_of_lines
 from anyrank.world.ranks import Ranks
@@ -38,8 +38,8 @@ class StateSummary:
         position: digest of each entry of POSITION.
         shared: part -> digest of its record, if that must be equal on all ranks.
         records: part -> digest of a record that may differ, and is then saved for each rank.
-        streams: random stream -> digest of its state, for those that are equal on all ranks.
-        unused: streams that no rank has drawn from or seeded.
+        generators: random generator -> digest of its state, for those that are equal on all ranks.
+        unused: generators that no rank has drawn from or seeded.
         first: the first rank, its id for a run that has none, and its number of saves.
     """
 
@@ -47,7 +47,7 @@ class StateSummary:
     position: dict[str, Compared]
     shared: dict[str, Compared]
     records: dict[str, Compared]
-    streams: dict[str, str]
+    generators: dict[str, str]
     unused: frozenset[str]
     first: tuple[int, str, int]
 
@@ -58,7 +58,7 @@ class StateSummary:
             join_digests(self.position, others.position),
             join_digests(self.shared, others.shared),
             join_digests(self.records, others.records),
-            dict(self.streams.items() & others.streams.items()),
+            dict(self.generators.items() & others.generators.items()),
             self.unused & others.unused,
             min(self.first, others.first),
         )
@@ -67,7 +67,7 @@ class StateSummary:
 def summarize(
     state: TrainState,
     parts: Mapping[str, PartState],
-    states: Mapping[str, StreamState],
+    states: Mapping[str, GeneratorState],
     ranks: Ranks,
 ) -> StateSummary:
     """Summarise this rank's state.
@@ -77,7 +77,7 @@ def summarize(
     """
     _refuse_duplicates(parts)
     rank = ranks.rank
-    streams = digests_of(states)
+    generators = digests_of(states)
     return StateSummary(
         inventory=inventory_of(shared_tensors(parts), ranks),
         position=digests_of_lines(_position_lines(state, parts), rank),
@@ -95,8 +95,8 @@ def summarize(
             for part, saved in parts.items()
             if saved.agreement == "per rank"
         },
-        streams=streams,
-        unused=frozenset(undrawn(state.parts.streams_before, streams)),
+        generators=generators,
+        unused=frozenset(undrawn(state.parts.generators_before, generators)),
         first=(ranks.index, uuid.uuid4().hex, state.parts.saves),
     )
 

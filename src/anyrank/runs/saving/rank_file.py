@@ -84,7 +84,7 @@ def write_share(
     rank: int,
     items: Sequence[Item],
     parts: Mapping[str, Any],
-    streams: Mapping[str, Any],
+    generators: Mapping[str, Any],
 ) -> RankFiles:
     """Write the items into one data file, durably, and beside it its checksums and its index.
 
@@ -93,7 +93,7 @@ def write_share(
         folder: folder of the step.
         rank: index of this one among those that save.
         items: items to write.
-        parts, streams: see `RankIndex`.
+        parts, generators: see `RankIndex`.
 
     Raises:
         CheckpointError: a write failed.
@@ -113,7 +113,7 @@ def write_share(
         output.sink.finish()
     blocks = BlockSums(output.size, output.digester.finish())
     write_file(store, join_path(folder, sums_name(data_name(rank))), blocks.to_bytes())
-    data = RankIndex(index.placed, index.own_tensors, parts, streams).to_bytes()
+    data = RankIndex(index.placed, index.own_tensors, parts, generators).to_bytes()
     return RankFiles(output.size, write_file(store, join_path(folder, index_name(rank)), data))
 
 

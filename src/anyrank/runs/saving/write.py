@@ -18,9 +18,9 @@ from anyrank.runs.saving.metadata import write_metadata
 from anyrank.runs.saving.rank_file import write_share
 from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.sources.step_index import INDEX
-from anyrank.training.random_state.saved_streams import (
+from anyrank.training.random_state.saved import (
     RankCoords,
-    SavedStreams,
+    SavedGenerators,
     digests_of,
     scopes_of,
 )
@@ -124,13 +124,13 @@ class RankRow(NamedTuple):
         files: files that it wrote.
         own_tensors: digest of the names, boxes and order of tensors that only it has; or empty.
         coords: position of the rank.
-        streams: random stream -> digest of its state, if the ranks differ.
+        generators: random generator -> digest of its state, if the ranks differ.
     """
 
     files: RankFiles
     own_tensors: bytes
     coords: RankCoords
-    streams: dict[str, str]
+    generators: dict[str, str]
 
 
 def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Ranks) -> RankRow:
@@ -139,12 +139,12 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
     Raises:
         CheckpointError: a write failed.
     """
-    args = (snapshot.items, snapshot.parts, snapshot.streams)
+    args = (snapshot.items, snapshot.parts, snapshot.generators)
     files = write_share(store, folder, ranks.index, *args)
     own_items = [(i.name, i.dtype, i.box) for i in snapshot.items if i.number is None]
     digest = hashlib.blake2b(repr(own_items).encode(), digest_size=8).digest()
-    streams = digests_of(snapshot.streams)
-    return RankRow(files, digest if own_items else b"", snapshot.coords, streams)
+    generators = digests_of(snapshot.generators)
+    return RankRow(files, digest if own_items else b"", snapshot.coords, generators)
 
 
 def describe_step(snapshot: Snapshot, rows: Sequence[RankRow], written: str) -> Manifest:
@@ -156,13 +156,13 @@ def describe_step(snapshot: Snapshot, rows: Sequence[RankRow], written: str) -> 
         written: time of the commit.
     """
     coords = [row.coords for row in rows]
-    scopes = scopes_of(coords, [row.streams for row in rows])
-    scopes |= dict.fromkeys(snapshot.shared_streams, "global")
-    shared, unused = snapshot.shared_streams, snapshot.unused_streams
-    streams = SavedStreams(coords, scopes, shared, unused=unused)
+    scopes = scopes_of(coords, [row.generators for row in rows])
+    scopes |= dict.fromkeys(snapshot.shared_generators, "global")
+    shared, unused = snapshot.shared_generators, snapshot.unused_generators
+    generators = SavedGenerators(coords, scopes, shared, unused=unused)
     files = [row.files for row in rows]
     manifest = snapshot.manifest
-    return replace(manifest, written=written, ranks=files, streams=streams.to_json())
+    return replace(manifest, written=written, ranks=files, generators=generators.to_json())
 
 
 def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:

@@ -24,7 +24,7 @@ from anyrank.runs.state.part_types import PartMatch, PartSource, PartState
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.runs.state.script_settings import ScriptSettings
 from anyrank.runs.state.stateful import Stateful, match_stateful, save_stateful
-from anyrank.training.random_state.saved_streams import capture, digests_of
+from anyrank.training.random_state.saved import capture, digests_of
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
@@ -50,7 +50,7 @@ class RunParts:
         alike: optimizer -> its state that all ranks hold equal beside shares of parameters.
         unusable: why the values belong to no step, or None.
         saves: number of saves of the state in this process whose replicas were compared.
-        streams_before: random stream -> digest of its state when this was made.
+        generators_before: random generator -> digest of its state when this was made.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class RunParts:
         self.alike: dict[str, list[str]] = {}
         self.unusable: str | None = None
         self.saves = 0
-        self.streams_before = self.digests_of_streams()
+        self.generators_before = self.digests_of_generators()
 
-    def digests_of_streams(self) -> dict[str, str]:
-        """Map each random stream to a digest of its state on this rank now."""
+    def digests_of_generators(self) -> dict[str, str]:
+        """Map each random generator to a digest of its state on this rank now."""
         return digests_of(capture(self.generators))
 
     def loaders(self) -> list[ElasticLoader]:

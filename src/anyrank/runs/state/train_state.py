@@ -26,9 +26,10 @@ class TrainState:
             processes, is refused.
         scaler: a GradScaler.
         data: an `ElasticLoader`, or any loader with `state_dict()`.
-        seed: seed of the run; other streams are derived from it if a run continues on other ranks.
+        seed: seed of the run; other generators are derived from it if a run continues on other
+            ranks.
         generators: the run's own torch.Generators, by name; they are restored like the ambient
-            random streams.
+            random generators.
         first_rank: names of stateful parts whose state may differ between ranks; the first rank's
             is saved for all. Without it, a part that differs is saved for each rank, and can only
             be resumed on the same number of ranks, as can `data` of another class than

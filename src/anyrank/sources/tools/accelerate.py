@@ -114,7 +114,7 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
     if step is None and ranks == 1 and scheduler is not None:
         step = scheduler.get("last_epoch")
     not_read = {
-        name: "random streams belong to the processes that saved them"
+        name: "random generators belong to the processes that saved them"
         for name in names
         if RANDOM.match(name)
     }

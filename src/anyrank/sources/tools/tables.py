@@ -44,7 +44,7 @@ DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
 STEP_NAME = re.compile(r"(?:^|[_.-])(?:step|iter|iteration|checkpoint)[_=-]?(\d+)(?=[_.-]|$)")
 META = "meta.pt"  # Lightning's sharded folders: everything that is not in DCP's files
 NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
-WHY = "random streams and loaders belong to the processes that saved them"
+WHY = "random generators and loaders belong to the processes that saved them"
 
 
 def read_file(storage: Storage, path: str) -> ForeignCheckpoint:

@@ -196,8 +196,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     Two runs are compared step by step, with all tensors and plain values of all their parts; the
     report describes the first step that differs, and says for each part whether it is equal in the
     newest step that both have. Not compared are values that differ between equal runs (id, time,
-    rank counts, layouts, versions), the random streams, and a part that each rank saved for itself
-    if the rank counts differ. For two folders of other tools (the Trainer's, Accelerate's,
+    rank counts, layouts, versions), the random generators, and a part that each rank saved for
+    itself if the rank counts differ. For two folders of other tools (the Trainer's, Accelerate's,
     DeepSpeed's) the weights and the tensors of the optimizers are compared; for two checkpoints of
     one other format (`.pt`, Lightning, DCP) the tensors of all their tables. For other pairs, such
     as a run and the output of `convert`, the weights are compared, and the report names everything

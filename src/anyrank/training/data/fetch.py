@@ -21,7 +21,7 @@ from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.order import Order
 from anyrank.training.data.schedule import Schedule, StepPlan
 from anyrank.training.data.worker_exit import leave_to_rank
-from anyrank.training.random_state.streams import reseed
+from anyrank.training.random_state.generators import reseed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest
 class MicrobatchDataset(Dataset[FetchedBatch]):
     """The user's dataset, indexed by microbatch. Used in the workers, or in this process.
 
-    It seeds the random streams, and leaves them so for its caller.
+    It seeds the random generators, and leaves them so for its caller.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The exchange of gradients with exact=True: the same bits on any number of ranks.
 
-A microbatch's gradient depends on the weights, the microbatch and its random stream. Wrappers leave
-it unreduced; the terms are added up in the order of `tree_sum`, which depends only on the number
-of microbatches. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others in
-buckets (`groups`).
+A microbatch's gradient depends on the weights, the microbatch and its random numbers. Wrappers
+leave it unreduced; the terms are added up in the order of `tree_sum`, which depends only on the
+number of microbatches. Parameters sharded by FSDP2 are summed by the unit (`fsdp`), all others
+in buckets (`groups`).
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Position:
         """Fetch the first batches of the step after this one, if its epoch has one.
 
         Only with workers: data that this process reads may depend on what the loop does before the
-        step, and may draw from random streams that a save between the two holds.
+        step, and may draw from random generators that a save between the two holds.
         """
         plan = self.following(step)
         if plan is not None and self.num_workers:

@@ -9,15 +9,15 @@ Between two steps of the optimizer, the following happens in this order:
    From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
    all could fetch theirs while that body runs. Every rank has the same number of batches: a rank
    for which the step has fewer repeats one, as a copy of weight 0.
-3. For each microbatch of this rank, the random streams are seeded by (seed, step, k). The loop's
+3. For each microbatch of this rank, the random generators are seeded by (seed, step, k). The loop's
    body runs forward, and `Step.backward` of the mean loss, times its share of the step.
 4. Within the last backward, wrappers exchange the gradients: they average over the ranks. With
    exact=True DDP exchanges nothing, and FSDP2's units exchange theirs in each backward, for an
    ordered sum.
 5. With workers, the first two batches of the epoch's next step are taken from them. Whether all
    ranks have theirs is known at the end of this step in a run (9), otherwise when the next one
-   begins; an error is raised when the next one begins, so that this one counts. The random streams
-   continue as before the loop.
+   begins; an error is raised when the next one begins, so that this one counts. The random
+   generators continue as before the loop.
 6. In `Pass.end` the ranks gather each rank's observations (`StepRecord`), and every rank judges all
    of them (`judge`). They skip the gather if wrappers exchange all gradients of a model, no weights
    are given, and an earlier step has shown that each gradient is exchanged once.
@@ -61,7 +61,7 @@ from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.training.data.schedule import MicrobatchSlot
 from anyrank.training.gradients.norm import clip_gradients
 from anyrank.training.gradients.sync import GradientSync, reshard
-from anyrank.training.random_state.streams import accelerators_of, kept, reseed
+from anyrank.training.random_state.generators import accelerators_of, kept, reseed
 from anyrank.training.steps.agreed_batches import one_ahead
 from anyrank.training.steps.exact_sum import ExactSum
 from anyrank.training.steps.position import Position
@@ -155,7 +155,7 @@ class Step:
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
         """Iterate over this rank's batches; run forward and backward of each in the loop's body.
 
-        Within the body, the random streams of Python, numpy and torch depend on (seed, step,
+        Within the body, the random generators of Python, numpy and torch depend on (seed, step,
         microbatch) alone; afterwards they continue as before. DDP and FSDP2 exchange gradients in
         the last microbatch only. Ranks with fewer microbatches run one again with weight 0. All
         data-parallel ranks call it, and run it to the end.

@@ -260,7 +260,7 @@ class StepRun:
     def leave(self) -> None:
         """End a pass whose loop was left, and whose iterator is kept, for example by a traceback.
 
-        Later it would restore the random streams in the middle of another step.
+        Later it would restore the random generators in the middle of another step.
         """
         batches = self.batches()
         if batches is not None and self.passes and self.passes[-1].slot is not None:

@@ -5,8 +5,8 @@ transform are cut into blocks. The blocks of a lane depend only on data, seed an
 
 1. A block takes samples until it is full, a transform cuts it, or the shards end. The lane
 then looks some blocks further, so that its reader knows how many are left at its end.
-2. Rows are read in pieces, each under random streams of its own, and with `window=` in an order of
-its own. So a piece can be read again, anywhere.
+2. Rows are read in pieces, each under random generators of its own, and with `window=` in an order
+of its own. So a piece can be read again, anywhere.
 3. The state of a lane is the place of the piece that gave its last samples, and how many of them
 were given; with a transform, also which rows before that piece it still needs. Any process that
 continues with the lane reads these again. No row is part of a state.
@@ -99,11 +99,11 @@ class Source(Protocol):
         ...
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
-        """Read the next piece, under its random streams and in its order; fewer rows at the end."""
+        """Read the next piece, under its generators and in its order; fewer rows at the end."""
         ...
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random streams that a transform may draw from, by numbers that identify a row."""
+        """Set the generators that a transform may draw from, by numbers that identify a row."""
         ...
 
     def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:

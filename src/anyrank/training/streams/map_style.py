@@ -12,7 +12,7 @@ from typing import Any
 from anyrank.tensors.hashing import derive
 from anyrank.training.data.fetch import check_length, length_of
 from anyrank.training.data.order import Order
-from anyrank.training.random_state.streams import reseed
+from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.sources import Stream
 
 
@@ -46,7 +46,7 @@ class MapStyleStream(Stream):
         return iter(order.ids(reading, bounds[0] + row, bounds[1]).tolist())
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
-        """The next samples, under their random streams."""
+        """The next samples, under their random generators."""
         reseed(derive(self.seed, reading, shard, row, "rows"))
         ids = list(islice(rows, self.piece))
         get_items = getattr(self.dataset, "__getitems__", None)

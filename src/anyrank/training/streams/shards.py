@@ -23,7 +23,7 @@ from anyrank.tensors.hashing import derive
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.fetch import MicrobatchDataset, MicrobatchRequest, OwnOrder
 from anyrank.training.data.order import Order
-from anyrank.training.random_state.streams import kept
+from anyrank.training.random_state.generators import kept
 from anyrank.training.streams.sources import Stream, be_the_only_worker
 
 log = logging.getLogger("anyrank.data")

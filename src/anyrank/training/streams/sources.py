@@ -17,7 +17,7 @@ from anyrank.errors import CheckpointError
 from anyrank.tensors.hashing import derive
 from anyrank.training.data.fetch import OwnOrder
 from anyrank.training.data.order import Order
-from anyrank.training.random_state.streams import reseed
+from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Constants, Until
 from anyrank.training.streams.transforms import Buckets, Pack, resize
 
@@ -206,7 +206,7 @@ class Stream:
         return rows
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
-        """Read the next piece, under its random streams and in its order; fewer rows at the end."""
+        """Read the next piece, under its generators and in its order; fewer rows at the end."""
         reseed(derive(self.seed, reading, shard, row, "rows"))
         piece = list(islice(rows, self.piece))
         if self.window is None:
@@ -214,7 +214,7 @@ class Stream:
         return [piece[number - row] for number in self.numbers(reading, shard, row, len(piece))]
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random streams that a transform may draw from: any but Pack, and Buckets
+        """Set the random generators that a transform may draw from: any but Pack, and Buckets
         whose key is not a function.
         """
         is_still = type(transform) is Pack or (

@@ -22,7 +22,7 @@ from anyrank.checks import check_function
 from anyrank.errors import CheckpointError
 from anyrank.tensors.hashing import derive
 from anyrank.training.data.batches import FetchedBatch
-from anyrank.training.random_state.streams import reseed
+from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.lane import Lane, LaneState
 from anyrank.training.streams.sources import Streams, be_the_only_worker

@@ -1,4 +1,4 @@
-"""Random streams of a run on another number of ranks: what the report says of them."""
+"""Random generators of a run on another number of ranks: what the report says of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job_resume(path: str) -> tuple[str, str, list[str]]:
         report = ckpts.resume("must")
     assert report is not None
     outcome = report.components["random"]
-    return outcome, outcome.reason, [note for note in report.notes if "random stream" in note]
+    return outcome, outcome.reason, [note for note in report.notes if "random generator" in note]
 
 
 @pytest.mark.parametrize(("used", "name"), [("", ""), ("drawn", "python"), ("seeded", "numpy")])
@@ -46,7 +46,7 @@ def test_derived_streams_are_told_of_where_somebody_used_them(
         assert outcome == ("derived" if name else "exact")
         anew = "random numbers drawn outside of the loop begin anew (saved on 2 ranks, now 3)"
         assert reason == (anew if name else "")
-        assert [note.split(":")[0] for note in notes] == [f"random stream {name}"] * bool(name)
+        assert [note.split(":")[0] for note in notes] == [f"random generator {name}"] * bool(name)
 
 
 def job_train(path: str, until: int, draws: bool) -> tuple[dict[str, str], list[str], int]:

@@ -1,4 +1,4 @@
-"""The random streams of a process: Python's, numpy's, torch's on the CPU and on the rank's device.
+"""The random generators of a process: Python's, numpy's, torch's on the CPU and the rank's device.
 
 Each can be read, restored and seeded. `seeded` puts all of them under a seed while a block runs; by
 such seeds a microbatch gets random numbers that do not depend on the rank.
@@ -36,7 +36,7 @@ class Source(Protocol):
         ...
 
 
-class Stream(Source, Protocol):
+class ProcessGenerator(Source, Protocol):
     """A source of random numbers of which each process has one.
 
     Attributes:
@@ -65,7 +65,7 @@ def _as_text(data: Any) -> str:
     return base64.b64encode(data).decode()
 
 
-class PythonStream:
+class PythonGenerator:
     """The `random` module's own generator, or one that a user made."""
 
     name, algorithm = "python", "mt19937"
@@ -95,7 +95,7 @@ class PythonStream:
         return state
 
 
-class NumpyStream:
+class NumpyGenerator:
     """numpy's global generator, or a `RandomState`. For processes that have loaded numpy."""
 
     name, algorithm = "numpy", "mt19937"
@@ -142,7 +142,7 @@ class _StateOfTorch:
         return state
 
 
-class TorchStream(_StateOfTorch):
+class TorchGenerator(_StateOfTorch):
     """A torch generator: the CPU's default one, or one that a user made."""
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
@@ -159,7 +159,7 @@ class TorchStream(_StateOfTorch):
         self.generator.manual_seed(number)
 
 
-class _DeviceStream(_StateOfTorch):
+class _DeviceGenerator(_StateOfTorch):
     """The default generator of an accelerator, whichever device is current."""
 
     def __init__(self, device: torch.device) -> None:
@@ -179,17 +179,17 @@ class _DeviceStream(_StateOfTorch):
 
 
 # Made once, because a microbatch asks for them twice.
-_PYTHON, _TORCH = PythonStream(), TorchStream("torch", torch.default_generator)
+_PYTHON, _TORCH = PythonGenerator(), TorchGenerator("torch", torch.default_generator)
 
 
-def ambient(devices: Sequence[torch.device] = ()) -> list[Stream]:
-    """The process's streams: Python's, numpy's if loaded, torch's on the CPU and on `devices`."""
-    streams: list[Stream] = [_PYTHON]
+def ambient(devices: Sequence[torch.device] = ()) -> list[ProcessGenerator]:
+    """The process's generators: Python's, numpy's if loaded, torch's on the CPU and `devices`."""
+    generators: list[ProcessGenerator] = [_PYTHON]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
-        streams.append(NumpyStream())
-    streams.append(_TORCH)
-    return streams + [_DeviceStream(device) for device in devices]
+        generators.append(NumpyGenerator())
+    generators.append(_TORCH)
+    return generators + [_DeviceGenerator(device) for device in devices]
 
 
 def own_accelerator() -> list[torch.device]:
@@ -220,7 +220,7 @@ def is_in_use(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
-    """Run a block under streams that depend only on a 64-bit number, then continue as before."""
+    """Run a block under generators that depend only on a 64-bit number, then continue as before."""
     with kept(devices):
         reseed(number, devices)
         yield
@@ -228,23 +228,23 @@ def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None,
 
 @contextmanager
 def kept(devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
-    """Run a block, then restore all streams to their former states."""
-    before = [(stream, stream.get()) for stream in ambient(devices)]
+    """Run a block, then restore all generators to their former states."""
+    before = [(generator, generator.get()) for generator in ambient(devices)]
     try:
         yield
     finally:
-        for stream, state in before:
-            stream.put(state)
+        for generator, state in before:
+            generator.put(state)
 
 
 def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
-    """Set all streams by a 64-bit number, which is itself random."""
-    for stream in ambient(devices):
+    """Set all generators by a 64-bit number, which is itself random."""
+    for generator in ambient(devices):
         # Not the same number for all: Python and numpy would draw the same numbers from it.
-        stream.seed(number ^ _salt(stream.name))
+        generator.seed(number ^ _salt(generator.name))
 
 
 @functools.cache
 def _salt(name: str) -> int:
-    """A number that tells the seed of one stream from those of the others."""
+    """A number that tells the seed of one generator from those of the others."""
     return derive(name)

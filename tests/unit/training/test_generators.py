@@ -1,4 +1,4 @@
-"""Random streams: seeded for a block, saved as bytes, restored exactly or derived."""
+"""Random generators: seeded for a block, saved as bytes, restored exactly or derived."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anyrank
-from anyrank.training.random_state import saved_streams, streams
-from anyrank.training.random_state.saved_streams import (
+from anyrank.training.random_state import generators
+from anyrank.training.random_state.generators import (
+    PythonGenerator,
+    TorchGenerator,
+    ambient,
+    seeded,
+)
+from anyrank.training.random_state.saved import (
+    GeneratorOutcome,
+    GeneratorState,
     RankCoords,
-    SavedStreams,
+    SavedGenerators,
     Scope,
-    StreamOutcome,
-    StreamState,
     capture,
     coordinate,
     digests_of,
@@ -33,7 +39,6 @@ from anyrank.training.random_state.saved_streams import (
     restore,
     scopes_of,
 )
-from anyrank.training.random_state.streams import PythonStream, TorchStream, ambient, seeded
 
 ONE = RankCoords(0, 1, 0, 1)
 NAMES = ["python", "numpy", "torch"]
@@ -52,7 +57,7 @@ def seed_all(number: int) -> None:
 
 
 def assert_scopes(
-    gathered: Sequence[tuple[RankCoords, Mapping[str, str], Mapping[str, StreamOutcome]]],
+    gathered: Sequence[tuple[RankCoords, Mapping[str, str], Mapping[str, GeneratorOutcome]]],
     scopes: Mapping[str, Scope],
 ) -> None:
     """What all ranks have after a restore fits the scopes: equal where they say so, and what was
@@ -77,7 +82,7 @@ class Saved:
     """The streams of a checkpoint as text: what the manifest has, and each rank's own file."""
 
     coords: Sequence[RankCoords]
-    ranks: Sequence[dict[str, StreamState]]
+    ranks: Sequence[dict[str, GeneratorState]]
     unused: Sequence[str] = ()
 
     @property
@@ -88,10 +93,10 @@ class Saved:
     def manifest(self) -> str:
         shared = {name: self.ranks[0][name] for name, s in self.scopes.items() if s == "global"}
         unused = [*self.unused]
-        saved = SavedStreams([*self.coords], self.scopes, shared, unused=unused)
+        saved = SavedGenerators([*self.coords], self.scopes, shared, unused=unused)
         return json.dumps(saved.to_json())
 
-    def for_rank(self, coords: RankCoords) -> SavedStreams:
+    def for_rank(self, coords: RankCoords) -> SavedGenerators:
         """As a rank reads them: with its own file, or the first rank's."""
         rank = coords.rank if coords.world_size == len(self.ranks) else 0
         shared = [name for name, scope in self.scopes.items() if scope == "global"]
@@ -99,7 +104,7 @@ class Saved:
         return from_json(json.loads(self.manifest), json.loads(json.dumps(own)))
 
 
-def saved_by(coords: Sequence[RankCoords], ranks: Sequence[dict[str, StreamState]]) -> Saved:
+def saved_by(coords: Sequence[RankCoords], ranks: Sequence[dict[str, GeneratorState]]) -> Saved:
     return Saved(coords, ranks)
 
 
@@ -163,7 +168,7 @@ def test_the_same_ranks_go_on_exactly(seed: int, ahead: int) -> None:
     expected = [draws(generators) for _ in range(3)]
     outcomes = restored(saved, ONE, generators=generators)
     assert outcomes == dict.fromkeys(
-        [*NAMES, "generator.noise"], StreamOutcome("exact", "same ranks")
+        [*NAMES, "generator.noise"], GeneratorOutcome("exact", "same ranks")
     )
     assert [draws(generators) for _ in range(3)] == expected
 
@@ -193,7 +198,7 @@ def each_rank(world: int, data: int) -> list[RankCoords]:
 def test_any_number_of_ranks_goes_on_and_none_shares_a_stream(
     saved: int, now: int, scopes: dict[str, Scope]
 ) -> None:
-    ranks: list[dict[str, StreamState]] = []
+    ranks: list[dict[str, GeneratorState]] = []
     for coords in each_rank(saved, saved):
         for stream in ambient():
             # One rank alone shares nothing: its streams have the scope "rank" whatever the seed is.
@@ -219,7 +224,7 @@ def test_any_number_of_ranks_goes_on_and_none_shares_a_stream(
 
 
 def test_ranks_with_the_same_data_share_what_is_theirs() -> None:
-    ranks: list[dict[str, StreamState]] = []
+    ranks: list[dict[str, GeneratorState]] = []
     for coords in each_rank(4, 2):
         for stream, number in zip(ambient(), (coords.data_index, coords.rank, 0), strict=True):
             stream.seed(number)
@@ -235,9 +240,9 @@ def test_ranks_with_the_same_data_share_what_is_theirs() -> None:
     assert [len({p[name] for _, p, _ in results}) for name in NAMES] == [3, 6, 1]
 
 
-def seeded_apart(count: int) -> list[dict[str, StreamState]]:
+def seeded_apart(count: int) -> list[dict[str, GeneratorState]]:
     """The streams of ranks that share none."""
-    ranks: list[dict[str, StreamState]] = []
+    ranks: list[dict[str, GeneratorState]] = []
     for rank in range(count):
         seed_all(rank)
         ranks.append(capture({}))
@@ -256,7 +261,7 @@ def test_derived_streams_depend_on_seed_and_samples() -> None:
 # -- what is not the same any more ----------------------------------------------------------------
 
 
-class Renamed(PythonStream):
+class Renamed(PythonGenerator):
     """Python's stream as another kind of device would have it."""
 
     algorithm = "cuda philox"
@@ -264,9 +269,9 @@ class Renamed(PythonStream):
 
 def test_another_kind_of_stream_is_derived(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = saved_here()
-    monkeypatch.setattr(saved_streams, "ambient", lambda _: [Renamed()])
+    monkeypatch.setattr("anyrank.training.random_state.saved.ambient", lambda _: [Renamed()])
     outcome = restored(saved, ONE)["python"]
-    assert outcome == StreamOutcome("derived", "saved as mt19937, now cuda philox")
+    assert outcome == GeneratorOutcome("derived", "saved as mt19937, now cuda philox")
 
 
 def edited(name: str, change: Any) -> Saved:
@@ -301,27 +306,31 @@ def test_streams_that_are_new_or_gone_are_reported(monkeypatch: pytest.MonkeyPat
     new = torch.Generator().manual_seed(0)
     before = new.get_state()
     outcomes = restored(saved, ONE, generators={"new": new})
-    assert outcomes["numpy"] == StreamOutcome("derived", "it was not saved")
-    assert outcomes["generator.new"] == StreamOutcome("derived", "it was not saved")
+    assert outcomes["numpy"] == GeneratorOutcome("derived", "it was not saved")
+    assert outcomes["generator.new"] == GeneratorOutcome("derived", "it was not saved")
     assert outcomes["generator.old"].how == "skipped"
     assert outcomes["python"].how == "exact"
     assert not torch.equal(new.get_state(), before)
     # Also on a rank that did not save
     outcomes = restored(saved, RankCoords(1, 2, 1, 2), generators={"new": new})
-    assert outcomes["generator.new"] == StreamOutcome("derived", "it was not saved")
-    assert outcomes["python"] == StreamOutcome(
+    assert outcomes["generator.new"] == GeneratorOutcome("derived", "it was not saved")
+    assert outcomes["python"] == GeneratorOutcome(
         "derived", "saved on fewer ranks, now on rank 1 of 2, data 1 of 2"
     )
 
 
 def test_more_accelerator_states_than_devices_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    spare = TorchStream("device", torch.Generator())
-    real = streams.ambient
+    spare = TorchGenerator("device", torch.Generator())
+    real = generators.ambient
     with monkeypatch.context() as patch:
-        patch.setattr(saved_streams, "ambient", lambda devices: [*real(devices), spare])
+        patch.setattr(
+            "anyrank.training.random_state.saved.ambient", lambda devices: [*real(devices), spare]
+        )
         saved = saved_by(each_rank(7, 7), seeded_apart(7))
     outcomes = restored(saved, RankCoords(5, 6, 5, 6))
-    assert outcomes.pop("device") == StreamOutcome("skipped", "it was saved and is not in use here")
+    assert outcomes.pop("device") == GeneratorOutcome(
+        "skipped", "it was saved and is not in use here"
+    )
     assert {one.how for one in outcomes.values()} == {"derived"}
 
 
@@ -383,7 +392,9 @@ def test_a_resume_is_no_draw_from_streams_that_nobody_uses(tmp_path: Path) -> No
             ckpts.step_done()
             ckpts.save()
     unused = [
-        json.loads((tmp_path / f"step-{step:08}" / "anyrank.json").read_text())["streams"]["unused"]
+        json.loads((tmp_path / f"step-{step:08}" / "anyrank.json").read_text())["generators"][
+            "unused"
+        ]
         for step in (1, 2, 3)
     ]
     every = ["numpy", "python", "torch"]
