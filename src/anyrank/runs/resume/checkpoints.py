@@ -284,15 +284,15 @@ class Checkpoints:
             state = anyrank.TrainState(torch.nn.Linear(4, 1))
             with anyrank.Checkpoints("runs/a", state, every=2) as ckpts:
                 while state.step < 5:
-                    ckpts.step_done()  # after optimizer.step()
+                    ckpts.step_done()  # after optimizer.step(); in halves, ckpts.count_step()()
                     ckpts.end_if_asked()  # after each batch of a long evaluation
             assert [saved.step for saved in ckpts.saved()] == [5, 4, 2]
         """
         self.count_step()()
 
     def count_step(self) -> Callable[[], None]:
-        """Do what `step_done` does, for loops of frameworks; return what is due. All ranks call it
-        when the code after an epoch's last step, such as a schedule's, has run.
+        """Count a step as `step_done` does, and leave the save to the returned function: code
+        between the two, such as an epoch's schedule, belongs to the step. All ranks call both.
         """
         self._signals.watch()
         ranks = self._open("step_done")
