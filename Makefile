@@ -145,5 +145,5 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 		torchao bitsandbytes
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/datasets \
 		datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 \
-		python-dateutil==4.0.0 pytz==2026.6 six==1.17.0 xxhash
+		python-dateutil pytz==2026.6 six xxhash
 	@touch $@
