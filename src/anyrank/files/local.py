@@ -27,17 +27,32 @@ WRITEBACK_BYTES = 32 << 20  # the kernel is asked to write this much at a time
 MADV_POPULATE_READ = 22  # of Linux 5.14
 
 
+def _open_regular(path: str) -> tuple[int, os.stat_result]:
+    """Open a file to read it, in one call, and refuse what is none: a device has no end.
+
+    Raises:
+        OSError: says that it is not a regular file; or as `os.open`.
+    """
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise OSError(errno.EINVAL, "is not a regular file", path) from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a regular file", path)
+    return descriptor, status
+
+
 class LocalFile:
     """A file read with preadv. A mapping lasts for one copy, so nothing aliases it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(self.descriptor)
-        if not stat.S_ISREG(status.st_mode):  # a device has no end
-            os.close(self.descriptor)
-            raise OSError(errno.EINVAL, "is not a regular file", path)
+        self.descriptor, status = _open_regular(path)
         self.info = _info_of(path, status)
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
