@@ -181,5 +181,6 @@ def test_the_program_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     paths = write("jsonl", tmp_path)
     for name, path in zip("abc", paths, strict=True):
         program = program.replace(f"{name}.jsonl", path)
-    exec(compile(program, "docs/data.md", "exec"), {})  # noqa: S102 - the page's own
+    imported = {"anyrank": anyrank, "nn": torch.nn}  # by the page's first program
+    exec(compile(program, "docs/data.md", "exec"), imported)  # noqa: S102 - the page's own
     assert capsys.readouterr().out == "each row that was read, once: 105 rows of 3 shards\n"
