@@ -25,8 +25,8 @@ class Ambient:
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Source]) -> None:
         used = set(devices) | _current_accelerator()
-        generators = ambient(sorted(filter(is_in_use, used), key=str))
-        torch_sources = [s for s in generators if s.name in ("torch", "device")]
+        global_sources = ambient(sorted(filter(is_in_use, used), key=str))
+        torch_sources = [s for s in global_sources if s.name in ("torch", "device")]
         self.sources: list[Source] = [*torch_sources, *generators]
         # Torch's checkpoint restores these settings for two types, and the default device.
         types = {device.type for device in used} - {"cpu", DefaultDeviceType.get_device_type()}
