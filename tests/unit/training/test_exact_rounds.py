@@ -28,10 +28,12 @@ def test_every_microbatch_is_exchanged_once(count: int, size: int) -> None:
     every = [rounds_of(count, index, size, True) for index in range(size)]
     exchanged: list[int] = []
     num_rounds = len(slots_of_rank(count, 0, size))
+    plan = StepPlan(epoch=0, number=0, start=0, stop=count, microbatch=1)
+    slots = [plan.slots(index, size, True) for index in range(size)]
     for number in range(num_rounds):
-        for rounds in every:
-            rounds.number = number
-        assert {rounds.is_last for rounds in every} == {number + 1 == num_rounds}
+        for rounds, own_slots in zip(every, slots, strict=True):
+            rounds.begin(own_slots[number].k, number + 1 == num_rounds)
+        assert {rounds.number for rounds in every} == {number}
         spans = every[0].unit_spans(number)
         assert all(rounds.unit_spans(number) == spans for rounds in every)
         for rounds, own in zip(every, spans, strict=True):

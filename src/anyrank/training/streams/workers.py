@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -154,7 +154,8 @@ class BlockReader(Dataset[FetchedBatch]):
 
     def _meet(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
         """Return a lane where all ranks know it to be; read it anew if it is elsewhere."""
-        if lane is None or lane.state.blocks > block:
+        # The state of a lane that has ended counts what was read behind its last block, too.
+        if lane is None or lane.state.blocks > block or lane.has_ended:
             return self._open(opening)
         self._skip(lane, opening.state.blocks)
         if lane.state.blocks != opening.state.blocks or lane.state == opening.state:
@@ -215,6 +216,7 @@ class BlockRequests:
         self.run, self.num_workers = run, num_workers
         self._answers: dict[Key, FetchedBatch] = {}
         self._asked: set[Key] = set()  # their answers are to come
+        self._stale = Counter[Key]()  # answers to come to requests that looked too short or too far
         self._ended: dict[tuple[int, int], LaneState] = {}
         self._workers: dict[int, int] = {}  # workers of the lanes that were asked for
         self._opened: set[tuple[int, int]] = set()
@@ -238,7 +240,8 @@ class BlockRequests:
         if self._tables is not deal.tables or self._own_microbatches != own_microbatches:
             self._tables, self._own_microbatches = deal.tables, own_microbatches
             self._shared = deal.shared_with(self._own_microbatches)
-            self._looks = deal.looks
+            before, self._looks = self._looks, deal.looks
+            self._forget({lane for lane, look in self._looks.items() if look != before.get(lane)})
             self._opened.clear()
         self._synced.clear()
         self._queues = [deque[Key]() for _ in range(self.num_workers)]
@@ -246,6 +249,19 @@ class BlockRequests:
         for lane, reading, block in [*self._answers] if self._shared else ():
             if block < deal.states[lane].blocks:  # another rank's
                 del self._answers[lane, reading, block]
+
+    def _forget(self, lanes: Collection[int]) -> None:
+        """Ask again for the blocks of lanes that look for another number of blocks now.
+
+        What a block's answer says is left would otherwise depend on how far ahead it was read.
+        """
+        for key in [key for key in self._answers if key[0] in lanes]:
+            del self._answers[key]
+        for key in [key for key in self._asked if key[0] in lanes]:
+            self._asked.discard(key)
+            self._stale[key] += 1
+        for run in [run for run in self._ended if run[0] in lanes]:
+            del self._ended[run]
 
     def _find_needs(self, deal: Deal) -> Iterator[Key]:
         """Yield the blocks that this rank needs, in that order."""
@@ -302,7 +318,9 @@ class BlockRequests:
                     "loader"
                 )
             answer: BlockAnswer = fetched.request
-            if answer.lane >= 0:
+            if self._stale[answer.key]:
+                self._stale[answer.key] -= 1
+            elif answer.lane >= 0:
                 self._asked.discard(answer.key)
                 self._answers[answer.key] = fetched
                 if answer.left == 0 and answer.state is not None:
