@@ -116,7 +116,8 @@ def test_each_element_is_written_once_and_no_rank_writes_too_much(
     kind: str, shapes: list[tuple[int, int]], size: int, first: bool
 ) -> None:
     plan = plan_of(kind, size, shapes, first)
-    assert max(check_each_element_once(plan)) <= optimum(plan) + LOT
+    # Where sets of holders overlap, the best plan has more than `optimum`, which takes each alone.
+    assert max(check_each_element_once(plan)) <= optimum(plan) + 1.5 * LOT
 
 
 @given(shapes=SHAPES, size=st.integers(1, 9), data=st.data())
