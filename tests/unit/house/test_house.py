@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import anyrank
 from anyrank import settings
@@ -332,6 +333,14 @@ def loaded_by(code: str, watched: Iterable[str]) -> set[str]:
 def test_public_names_load_torch_and_no_other_package() -> None:
     code = "import anyrank\nfor name in anyrank.__all__: getattr(anyrank, name)"
     assert loaded_by(code, [*HEAVY, "torch"]) == {"torch"}
+
+
+def test_a_plain_load_loads_torch_and_no_other_package(tmp_path: Path) -> None:
+    """Nor what shards: a file of safetensors is read by anyrank itself."""
+    path = tmp_path / "a.safetensors"
+    save_file(torch.nn.Linear(2, 2).state_dict(), path)
+    code = f"import torch, anyrank; anyrank.load(torch.nn.Linear(2, 2), {str(path)!r})"
+    assert loaded_by(code, [*HEAVY, *SHARDING, "torch"]) == {"torch"}
 
 
 def test_a_run_is_saved_and_resumed_without_numpy(tmp_path: Path) -> None:

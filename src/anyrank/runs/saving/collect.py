@@ -95,9 +95,14 @@ def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
         state.parts.check_optimizers(ranks.index)
     except CheckpointError as error:
         problem = str(error)
-    problems = [*filter(None, ranks.gather("looking at the optimizers", problem))]
-    if problems and ranks.index == 0:
-        log.warning("after the first step: the next save will fail: %s", problems[0])
+    problem = ranks.reduce("looking at the optimizers", problem, _one_of)
+    if problem is not None and ranks.index == 0:
+        log.warning("after the first step: the next save will fail: %s", problem)
+
+
+def _one_of(problem: str | None, other: str | None) -> str | None:
+    """Return one of the problems of two ranks, the same in either order; None for none."""
+    return min(filter(None, (problem, other)), default=None)
 
 
 # -- collect ---------------------------------------------------------------------------------------
