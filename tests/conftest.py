@@ -18,6 +18,7 @@ from tests.durations import Recorder
 from tests.tiers import FastTier
 from torch.distributed.fsdp import FSDPModule
 
+from anyrank.runs.resume.signals import PendingSignals
 from anyrank.testing import close_pool
 
 # What is imported while tests are collected stays: to look it over for garbage takes a fifth of
@@ -99,6 +100,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_run_stays_open() -> Iterator[None]:
+    """A run that a test leaves open, as an example of a docstring does, would hear the signals of a
+    later test.
+    """
+    yield
+    for signals in [*PendingSignals.open_runs]:
+        signals.restore()
 
 
 @pytest.fixture
