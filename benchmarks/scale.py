@@ -1,7 +1,8 @@
 """What calls take on 4, 16, 48 and 96 real ranks, beside DCP and the plain FSDP2 step.
 
     python benchmarks/scale.py  # results/scale.json; needs Linux, unshare and iproute2
-    python benchmarks/scale.py --job parts --sizes 1024  # loads alone, on a thousand ranks
+    python benchmarks/scale.py --job parts --sizes 1024  # loads and steps, on a thousand ranks
+    python benchmarks/scale.py --job runs --sizes 1024 7  # saved and resumed by 1,024, then by 7
 
 Each size runs once, in a network of its own: bytes and packets are those of all ranks together, and
 do not depend on what else the machine does. Seconds do: they are a small machine's, whose cores
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import bench
@@ -29,10 +32,11 @@ NAMESPACE = [
 ]
 
 
-def run_ranks(size: int, job: str, tensors: int) -> list[dict[str, Any]]:
-    """The phases of a job on so many ranks."""
+def run_ranks(size: int, job: str, tensors: int, folder: str) -> list[dict[str, Any]]:
+    """The phases of a job on so many ranks; all sizes of a job have one folder."""
     program = [sys.executable, str(bench.HERE / "scale_ranks.py"), str(size)]
-    command = [*NAMESPACE, *program, "--job", job, "--tensors", str(tensors)]
+    options = ["--job", job, "--tensors", str(tensors), "--folder", folder]
+    command = [*NAMESPACE, *program, *options]
     lines: list[dict[str, Any]] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -47,7 +51,12 @@ def run_ranks(size: int, job: str, tensors: int) -> list[dict[str, Any]]:
 
 def measure(options: argparse.Namespace, _: Any) -> dict[str, Any]:
     """All sizes."""
-    rows = [row for size in options.sizes for row in run_ranks(size, options.job, options.tensors)]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="anyrank-scale-") as folder:
+        for size in options.sizes:
+            own = folder if options.job == "runs" else f"{folder}/{size}"
+            os.makedirs(own, exist_ok=True)
+            rows += run_ranks(size, options.job, options.tensors, own)
     return {"job": options.job, "tensors": options.tensors, "rows": rows}
 
 

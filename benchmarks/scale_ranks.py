@@ -142,17 +142,65 @@ def agree(meter: Meter, tensors: int, folder: str) -> None:
     meter.phase("reduce", lambda: ranks.reduce("agreeing", meter.rank, max), STEPS)
 
 
-def load_parts(meter: Meter, tensors: int, folder: str) -> None:
-    """Load into DTensors made by `from_local`, for which torch itself sends nothing."""
-    mesh, rows = init_device_mesh("cpu", (meter.size,)), max(meter.size, 64)
-    model = nn.Module()
+def make_parts(meter: Meter, tensors: int, rows: int) -> nn.Module:
+    """A model of DTensors made by `from_local`, for which torch itself sends nothing."""
+    mesh, model = init_device_mesh("cpu", (meter.size,)), nn.Module()
+    local = torch.zeros(rows, 4).chunk(meter.size)
     for index in range(tensors):
-        local = torch.zeros(rows // meter.size, 4)
-        shape = torch.Size((local.shape[0] * meter.size, 4))
+        own = local[meter.rank].clone() if meter.rank < len(local) else torch.zeros(0, 4)
         tensor = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(4, 1)
+            own, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 4)), stride=(4, 1)
         )
         model.register_parameter(f"weight_{index}", nn.Parameter(tensor))
+    return model
+
+
+def run_parts(meter: Meter, tensors: int, folder: str) -> None:
+    """Save such a model with its optimizer, unless other ranks have; resume it; compare values."""
+    rows = 1024
+    whole = torch.arange(rows * 4.0).view(rows, 4).chunk(meter.size)
+    expected = whole[meter.rank] if meter.rank < len(whole) else torch.zeros(0, 4)
+
+    def make(fill: bool) -> tuple[nn.Module, torch.optim.Optimizer, anyrank.TrainState]:
+        model = make_parts(meter, tensors, rows)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        if fill:
+            for index, parameter in enumerate(model.parameters()):
+                part: Any = parameter.detach()
+                part.to_local().copy_(expected + index)
+                parameter.grad = part.clone()
+            optimizer.step()
+        return model, optimizer, anyrank.TrainState(model, optimizer)
+
+    if not os.path.exists(f"{folder}/run"):
+        _, _, state = make(fill=True)
+        run = anyrank.Checkpoints(f"{folder}/run", state, every=10**9)
+        meter.phase("resume of an empty folder", lambda: (run.__enter__(), run.resume()))
+        run.step_done()
+        meter.phase("save, first", run.save)
+        run.step_done()
+        meter.phase("save", run.save)
+        run.close()
+    model, optimizer, state = make(fill=False)
+
+    def resume() -> None:
+        with anyrank.Checkpoints(f"{folder}/run", state, every=10**9) as other:
+            report = other.resume()
+            assert report is not None
+            assert report.step == 2
+
+    meter.phase("resume", resume)
+    for index, parameter in enumerate(model.parameters()):
+        value: Any = parameter.detach()
+        momentum: Any = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(momentum.to_local(), expected + index)
+        assert torch.equal(value.to_local(), (expected + index) * 0.5)
+
+
+def load_parts(meter: Meter, tensors: int, folder: str) -> None:
+    """Load into DTensors made by `from_local`, and take steps."""
+    rows = max(meter.size, 64) // meter.size * meter.size
+    model = make_parts(meter, tensors, rows)
     source = {
         name: torch.full(p.shape, float(index))
         for index, (name, p) in enumerate(model.named_parameters())
@@ -258,6 +306,7 @@ def run_steps(
 JOBS: dict[str, Callable[[Meter, int, str], None]] = {
     "agree": agree,
     "parts": load_parts,
+    "runs": run_parts,
     "load": partial(train, kinds=["load"]),
     "steps": partial(train, kinds=["load", "run"]),
     "beside": partial(train, kinds=["dcp", "load", "run"]),
@@ -295,9 +344,10 @@ def main() -> int:
     parser.add_argument("ranks", type=int)
     parser.add_argument("--tensors", type=int, default=128)
     parser.add_argument("--job", choices=JOBS, default="beside")
+    parser.add_argument("--folder", help="of the files, which stay; else one of its own")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp(prefix="anyrank-scale-")
+    folder = options.folder or tempfile.mkdtemp(prefix="anyrank-scale-")
     warm_up()
     torch.manual_seed(0)
     weights = {
@@ -326,7 +376,8 @@ def main() -> int:
             os._exit(code)
         children.append(child)
     failed = sum(os.waitpid(child, 0)[1] != 0 for child in children)
-    shutil.rmtree(folder, ignore_errors=True)
+    if not options.folder:
+        shutil.rmtree(folder, ignore_errors=True)
     return int(failed > 0)
 
 

@@ -27,6 +27,7 @@ from anyrank.world.store import Store, StoreLost
 from anyrank.world.waits import GroupState, Wait, arrival_key
 
 MACHINES_SEC = 60.0  # to read one key of the store for each rank
+ASKING_SEC = 0.0005  # for each rank, between two questions of a rank that waits for the others
 
 _Key = tuple[tuple[int, ...], int]  # ranks, and a channel between them
 
@@ -115,10 +116,12 @@ def _meet_ranks(state: GroupState, call: str) -> Connections:
     state.arrive(0, json.dumps([socket.gethostname(), boot_id()]))
     if state.store.count("here") == len(state.ranks):
         state.store.set("machines", _find_machines(state))
-    while not state.store.wait(["machines"], wait.poll_sec):
+    # One process answers all ranks: the more they are, the rarer each one asks.
+    pause_sec = min(len(state.ranks) * ASKING_SEC, wait.poll_sec)
+    while not state.store.wait(["machines"], wait.poll_sec, pause_sec):
         faults.point("ranks.meet")
         wait.poll()
-    hosts, runs = json.loads(state.store.get("machines"))
+    hosts, runs = json.loads(state.store.call(lambda store: store.get("machines")))
     state.hosts = tuple(hosts)
     state.nodes = tuple(node for node, ranks in runs for _ in range(ranks))
     connected = range(len(state.ranks)) if group is None else ()

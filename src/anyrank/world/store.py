@@ -84,19 +84,26 @@ class Store:
         """Remove a key."""
         self.call(lambda store: store.delete_key(key))
 
-    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+    def wait(
+        self, keys: Sequence[str], seconds: float, pause_sec: float = FIRST_PAUSE_SEC
+    ) -> bool:
         """Wait until all of the keys exist; return whether they did within `seconds`.
 
         It asks repeatedly, because the store's own wait() prints two warnings in C++ each time that
         it ends without the keys.
+
+        Args:
+            keys: names of keys.
+            seconds: time limit.
+            pause_sec: time between the first two questions; later pauses grow.
         """
-        end, pause_sec = time.monotonic() + seconds, FIRST_PAUSE_SEC
+        end, last_sec = time.monotonic() + seconds, max(pause_sec, LAST_PAUSE_SEC)
         while not self.has(keys):
             left_sec = end - time.monotonic()
             if left_sec <= 0:
                 return False
             time.sleep(min(pause_sec, left_sec))
-            pause_sec = min(2 * pause_sec, LAST_PAUSE_SEC)
+            pause_sec = min(2 * pause_sec, last_sec)
         return True
 
     def find_absent(self, keys: Sequence[str], limit: int) -> list[int]:

