@@ -84,9 +84,7 @@ class Store:
         """Remove a key."""
         self.call(lambda store: store.delete_key(key))
 
-    def wait(
-        self, keys: Sequence[str], seconds: float, pause_sec: float = FIRST_PAUSE_SEC
-    ) -> bool:
+    def wait(self, keys: Sequence[str], seconds: float, pause_sec: float = FIRST_PAUSE_SEC) -> bool:
         """Wait until all of the keys exist; return whether they did within `seconds`.
 
         It asks repeatedly, because the store's own wait() prints two warnings in C++ each time that
