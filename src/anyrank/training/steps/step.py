@@ -131,7 +131,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        this, _ = self._current()
+        this, _ = self._current("is_last")
         return this.is_last
 
     @property
@@ -141,7 +141,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        return self._current()[1].k
+        return self._current("k")[1].k
 
     @property
     def is_copy(self) -> bool:
@@ -150,7 +150,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`.
         """
-        return self._current()[1].is_copy
+        return self._current("is_copy")[1].is_copy
 
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
         """Iterate over this rank's batches; run forward and backward of each in the loop's body.
@@ -261,7 +261,7 @@ class Step:
         Raises:
             ValueError: not within `microbatches`, a loss of several values, a wrong weight.
         """
-        this, _ = self._current()
+        this, _ = self._current("backward()")
         before = this.in_own_backward  # for a loss that is scaled, and waits
         self.scale(loss, weight).backward()
         this.in_own_backward = before
@@ -272,7 +272,7 @@ class Step:
         `accelerator.backward(step.scale(loss))` is equivalent to `step.backward(loss)`. Arguments
         and errors are those of `backward`. Run backward of each result once.
         """
-        this, slot = self._current()
+        this, slot = self._current("scale()")
         units = this.add_loss(slot, loss, weight)
         plan = self._run.plan
         whole = plan.assumed_samples if weight is None else self._divisor_of(units, slot)
@@ -375,11 +375,18 @@ class Step:
                 total += weight * self._ranks.size / last.total * loss
         return total.reshape(())
 
-    def _current(self) -> tuple[Pass, MicrobatchSlot]:
-        """The running pass, and the microbatch of its body."""
+    def _current(self, what: str) -> tuple[Pass, MicrobatchSlot]:
+        """The running pass, and the microbatch of its body.
+
+        Args:
+            what: what the caller asked for, for the error.
+        """
         this = self._run.passes[-1] if self._run.passes else None
         if this is None or this.slot is None:
-            raise ValueError("call step.backward within `for batch in step.microbatches(model)`")
+            raise ValueError(
+                f"step.{what} belongs to one microbatch: use it within `for batch in "
+                "step.microbatches(model)`"
+            )
         return this, this.slot
 
     def _divisor_of(self, units: float, slot: MicrobatchSlot) -> float:
