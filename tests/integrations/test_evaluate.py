@@ -205,7 +205,7 @@ def in_the_trainer(folder: str) -> list[float]:
     transformers.logging.set_verbosity_error()
     rows = Rows()
     options: dict[str, Any] = {"max_steps": 4, "learning_rate": 0.0, "eval_strategy": "steps"}
-    trainer = from_page("alike").AlikeTrainer(
+    trainer = from_page("same_loss").SameLossTrainer(
         model("plain"),
         arguments(folder, eval_steps=2, **options),
         train_dataset=rows,
