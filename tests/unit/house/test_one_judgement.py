@@ -77,7 +77,7 @@ QUESTIONS = {
                 "sources/readers/memory.py",
                 "sources/readers/pickles.py",  # .pt and DCP: load, convert, verify, inspect
                 "runs/state/part_types.py",
-                "runs/state/stateful.py",
+                "runs/state/optimizer_own.py",
             }
         ),
         r"__tensor_flatten__|is_quantized|Params4bit|ShardedTensor\b.*FSDP1",

@@ -29,7 +29,13 @@ from anyrank.models.dtensors import as_sharded, dtensor_like, placement_of
 from anyrank.models.share import device_for
 from anyrank.models.tensors import ModelTensor
 from anyrank.runs.state.optimizer_groups import match_groups
-from anyrank.runs.state.optimizer_own import match_own_methods, save_own_methods
+from anyrank.runs.state.optimizer_own import (
+    attribute_tensors,
+    has_own_methods,
+    match_own_methods,
+    overrides,
+    save_own_methods,
+)
 from anyrank.runs.state.part_types import (
     PartMatch,
     PartSource,
@@ -41,7 +47,6 @@ from anyrank.runs.state.part_types import (
     other_names,
     own_name,
 )
-from anyrank.runs.state.stateful import attribute_tensors, has_own_methods, overrides
 from anyrank.tensors.layout import Layout, local_shape
 from anyrank.tensors.near_names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor

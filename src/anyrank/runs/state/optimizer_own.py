@@ -1,7 +1,13 @@
-"""Optimizers with methods of their own, as parts of the state: these methods save and fill them."""
+"""Optimizers with methods of their own, as parts of the state: these methods save and fill them.
+
+Wrappers and sharded optimizers have slow weights, inner optimizers or partitions beside torch's
+state, which only their methods know.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +17,17 @@ from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
 from anyrank.runs.state.part_types import PartMatch, PartSource, PartState, in_line
 from anyrank.runs.state.resume_report import Outcome
-from anyrank.runs.state.stateful import (
-    attribute_tensors,
-    match_stateful,
-    save_stateful,
-    tensors_now,
+from anyrank.runs.state.stateful import match_stateful, save_stateful, tensors_now
+from anyrank.tensors.wrapped import values_of
+
+HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
 )
+PLAIN = ("state", "param_groups", "defaults")  # every optimizer has these; they are saved by name
+NESTED = 6  # levels of containers that are searched
 
 
 def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
@@ -73,3 +84,52 @@ def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
     if actual is None or actual.dtype != expected.dtype:
         return False
     return actual is expected or content_hash(actual) == content_hash(expected)
+
+
+def has_own_methods(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's `state_dict()` is more than torch's own."""
+    return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
+
+
+def overrides(optimizer: Optimizer, method: str) -> bool:
+    """Return whether a method of an optimizer is not torch's own."""
+    is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
+    return not is_inherited or method in vars(optimizer)
+
+
+def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
+    """Name an optimizer's attributes that hold tensors, or optimizers with state, that are neither
+    among the saved ones nor copies of them: a resume does not bring them back.
+    """
+    known = {_memory_of(tensor) for tensor in saved}
+    known |= {_memory_of(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [
+        (name, tensor)
+        for name, value in vars(optimizer).items()
+        if name not in PLAIN
+        for tensor in _tensors_in(value, NESTED)
+        if _memory_of(tensor) not in known
+    ]
+    if left and has_own_methods(optimizer):  # its state_dict() may hold copies
+        values = {content_hash(tensor) for tensor in saved}
+        left = [(name, tensor) for name, tensor in left if content_hash(tensor) not in values]
+    return sorted({name for name, _ in left})
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value: a tensor, a container, an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Optimizer):
+        yield from _tensors_in(value.state, depth)
+    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        items: Any = value.values() if isinstance(value, Mapping) else value
+        for item in items:
+            yield from _tensors_in(item, depth - 1)
+
+
+def _memory_of(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
+    local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    local = values_of(local)
+    address = local.data_ptr() if local.layout == torch.strided else id(tensor)
+    return address, local.shape, local.dtype

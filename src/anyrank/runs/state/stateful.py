@@ -1,23 +1,18 @@
-"""Anything with `state_dict()` and `load_state_dict()` as a part of the state.
-
-Optimizers with methods of their own are such parts too: wrappers and sharded optimizers have slow
-weights, inner optimizers or partitions beside torch's state, which only their methods know.
+"""Anything with `state_dict()` and `load_state_dict()` as a part of the state: schedules, loaders,
+scalers, trackers.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint
-from anyrank.files.content_hash import content_hash
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import TensorFill
 from anyrank.models.dtensors import as_sharded
@@ -35,17 +30,7 @@ from anyrank.runs.state.part_types import (
 )
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.tensors.sharded_tensor import ShardedTensor
-from anyrank.tensors.wrapped import values_of
 from anyrank.training.steps.loader import ElasticLoader
-
-HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-PLAIN = ("state", "param_groups", "defaults")  # every optimizer has these; they are saved by name
-NESTED = 6  # levels of containers that are searched
 
 
 @runtime_checkable
@@ -101,7 +86,7 @@ def match_stateful(
     groups: Sequence[int | None] | None = None,
     parameters: LikeParameters | None = None,
 ) -> PartMatch:
-    """Plan how to fill a stateful object. Changes nothing.
+    """Plan how to fill a stateful object, by its kind. Changes nothing.
 
     Args:
         part: its name in the state.
@@ -117,32 +102,91 @@ def match_stateful(
     Raises:
         CorruptCheckpoint: the record is not one that a save writes for such an object.
     """
-    matched = PartMatch(Outcome("exact"))
-    name, is_position = class_name(thing), isinstance(thing, ElasticLoader)
+    name = class_name(thing)
     if record["class"] != name:
-        matched.problems.append(other_class(part, name, record["class"]))
-        return matched
-    if "by_rank" in record:
-        if not source.same_ranks and isinstance(thing, LRScheduler):
-            # The rates were equal, as a save compares them: a plateau's metrics were not.
-            reason = (
-                f"its state differed between the {source.ranks} ranks that saved it, and the first "
-                "rank's is used: step it by a value that all ranks share (sync_dist, all_reduce)"
-            )
-            matched.outcome, rank = Outcome("derived", reason), 0  # whose tree the record has
-        elif not source.same_ranks:
-            matched.problems.append(
-                f"{part}: a {record['class']} whose state differed between the {source.ranks} "
-                "ranks that saved it cannot continue on another number: give it a state that knows "
-                "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
-            )
-            return matched
+        return PartMatch(Outcome("exact"), problems=[other_class(part, name, record["class"])])
+    if isinstance(thing, ElasticLoader):
+        return _match_loader(part, thing, record, source, rank)
     current: Any = thing.state_dict()
-    # An empty state is not one to load: some objects refuse it. A position always has one.
-    if not is_position and (record["tree"] == {} or not (record["tree"] or current)):
+    # An empty state is not one to load: some objects refuse it.
+    if record["tree"] == {} or not (record["tree"] or current):
         return PartMatch(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
         record = record | {"tree": in_groups(record["tree"], current, groups)}
+    if isinstance(thing, LRScheduler):
+        return _match_schedule(part, thing, record, source, rank)
+    if problem := _problem_with_ranks(part, record, source):
+        return PartMatch(Outcome("exact"), problems=[problem])
+    matched, _ = _plan_fill(part, thing, record, source, rank, parameters)
+    return matched
+
+
+def _match_schedule(
+    part: str, schedule: LRScheduler, record: Any, source: PartSource, rank: int
+) -> PartMatch:
+    """Plan how to fill a schedule: on another number of ranks with the first rank's state, because
+    a save compares the rates, and only a plateau's metrics may have differed.
+    """
+    uses_first = "by_rank" in record and not source.same_ranks
+    matched, tree = _plan_fill(part, schedule, record, source, 0 if uses_first else rank)
+    if uses_first:
+        reason = (
+            f"its state differed between the {source.ranks} ranks that saved it, and the first "
+            "rank's is used: step it by a value that all ranks share (sync_dist, all_reduce)"
+        )
+        matched.outcome = Outcome("derived", reason)
+    give = matched.commit
+
+    def commit() -> None:
+        give()
+        # Only now is the schedule at the step for which its function is asked.
+        if text := _changed_schedule(schedule, tree):
+            reasons = [reason for reason in (matched.outcome.reason, text) if reason]
+            matched.outcome = Outcome("derived", "; ".join(reasons))
+
+    matched.commit = commit
+    return matched
+
+
+def _match_loader(
+    part: str, loader: ElasticLoader, record: Any, source: PartSource, rank: int
+) -> PartMatch:
+    """Plan how to fill a loader, which says itself whether a position fits its data."""
+    if problem := _problem_with_ranks(part, record, source):
+        return PartMatch(Outcome("exact"), problems=[problem])
+    matched, tree = _plan_fill(part, loader, record, source, rank)
+    try:
+        loader.position.check_state_dict(tree)
+    except CorruptCheckpoint:  # damage is not a misfit: an older step may be whole
+        raise
+    except CheckpointError as error:
+        matched.problems.append(f"{part}: {error}")
+    return matched
+
+
+def _problem_with_ranks(part: str, record: Any, source: PartSource) -> str:
+    """Describe why a state that differed between ranks cannot continue on this number of them."""
+    if "by_rank" not in record or source.same_ranks:
+        return ""
+    return (
+        f"{part}: a {record['class']} whose state differed between the {source.ranks} "
+        "ranks that saved it cannot continue on another number: give it a state that knows "
+        "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
+    )
+
+
+def _plan_fill(
+    part: str,
+    thing: Stateful,
+    record: Any,
+    source: PartSource,
+    rank: int,
+    parameters: LikeParameters | None = None,
+) -> tuple[PartMatch, Any]:
+    """Plan the reads of an object's tensors; returns the plan, whose commit gives the object its
+    state, and this state, with tensors that are filled before the commit.
+    """
+    matched = PartMatch(Outcome("exact"))
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
@@ -177,31 +221,16 @@ def match_stateful(
         return tensor
 
     tree: Any = from_json(record["tree"], take)
-    if isinstance(thing, ElasticLoader):
-        try:
-            thing.position.check_state_dict(tree)
-        except CorruptCheckpoint:  # damage is not a misfit: an older step may be whole
-            raise
-        except CheckpointError as error:
-            matched.problems.append(f"{part}: {error}")
     if gathered:
         title = "it has no tensors yet that say how these lie, so they are whole on each rank"
         matched.outcome = Outcome("derived", in_line(title, gathered))
     elif sharded or any(tensor.layout for tensor in tensors):
         matched.outcome = source.outcome_for(record["layout"], layout_digest(tensors))
-
-    def commit() -> None:
-        _give(part, thing, tree)
-        # Only now is a schedule at the step for which its function is asked.
-        if text := _changed_schedule(thing, tree):
-            reasons = [reason for reason in (matched.outcome.reason, text) if reason]
-            matched.outcome = Outcome("derived", "; ".join(reasons))
-
-    matched.commit = commit
-    return matched
+    matched.commit = lambda: _give(part, thing, tree)
+    return matched, tree
 
 
-def _changed_schedule(thing: Any, tree: Any) -> str:
+def _changed_schedule(thing: LRScheduler, tree: Any) -> str:
     """Report if the function of a LambdaLR, which is not saved, gives another learning rate.
 
     Args:
@@ -260,55 +289,3 @@ def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
 
     to_json(thing.state_dict(), part, put)
     return tensors
-
-
-# -- optimizers with methods of their own ---------------------------------------------------------
-
-
-def has_own_methods(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's `state_dict()` is more than torch's own."""
-    return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
-
-
-def overrides(optimizer: Optimizer, method: str) -> bool:
-    """Return whether a method of an optimizer is not torch's own."""
-    is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
-    return not is_inherited or method in vars(optimizer)
-
-
-def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
-    """Name an optimizer's attributes that hold tensors, or optimizers with state, that are neither
-    among the saved ones nor copies of them: a resume does not bring them back.
-    """
-    known = {_memory_of(tensor) for tensor in saved}
-    known |= {_memory_of(param) for group in optimizer.param_groups for param in group["params"]}
-    left = [
-        (name, tensor)
-        for name, value in vars(optimizer).items()
-        if name not in PLAIN
-        for tensor in _tensors_in(value, NESTED)
-        if _memory_of(tensor) not in known
-    ]
-    if left and has_own_methods(optimizer):  # its state_dict() may hold copies
-        values = {content_hash(tensor) for tensor in saved}
-        left = [(name, tensor) for name, tensor in left if content_hash(tensor) not in values]
-    return sorted({name for name, _ in left})
-
-
-def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value: a tensor, a container, an optimizer's state."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Optimizer):
-        yield from _tensors_in(value.state, depth)
-    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
-        items: Any = value.values() if isinstance(value, Mapping) else value
-        for item in items:
-            yield from _tensors_in(item, depth - 1)
-
-
-def _memory_of(tensor: Any) -> tuple[int, torch.Size, torch.dtype]:
-    local = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    local = values_of(local)
-    address = local.data_ptr() if local.layout == torch.strided else id(tensor)
-    return address, local.shape, local.dtype
