@@ -237,7 +237,7 @@ class RunFolder:
             newest, older = steps[:keep_newest], steps[keep_newest:]
             # A step that bit rot has shortened must not take the place of a good one.
             removable = [step.name for step in older if not keeps_forever(step.number)]
-            if removable and self._has_enough_good([step.name for step in newest]):
+            if removable and self._has_enough_good([step.name for step in newest], name):
                 for folder in removable:
                     self._remove(folder)
                     removed.append(folder)
@@ -245,9 +245,11 @@ class RunFolder:
             log.warning("%s: old steps were not removed: %s", self.path, error)
         return removed
 
-    def _has_enough_good(self, names: Sequence[str]) -> bool:
-        """Return whether at least MIN_KEPT of these steps are good; read no more than that many."""
-        good = (name for name in names if self._is_good(name))
+    def _has_enough_good(self, names: Sequence[str], committed: str) -> bool:
+        """Return whether at least MIN_KEPT of these steps are good; look at no more than that many,
+        and not at the one that was just committed.
+        """
+        good = (name for name in names if name == committed or self._is_good(name))
         return len([*itertools.islice(good, MIN_KEPT)]) == MIN_KEPT
 
     def _is_good(self, name: str) -> bool:
