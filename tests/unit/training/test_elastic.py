@@ -788,8 +788,11 @@ def test_a_weighted_run_goes_on_where_it_was_saved() -> None:
     again.load_state_dict(loader.state_dict())
     assert same(first + run(again), whole)
     assert again.receipts == [(0, 22, "exactly as drawn")]
-    for others in (None, weights[::-1]):
-        with pytest.raises(anyrank.CheckpointError, match="give the shuffle, weights and shards"):
+    for others, text in (
+        (None, "the run has a dataset with weights=, and the loader a dataset: give the data of"),
+        (weights[::-1], "the order 'weighted-v1 .*give the run's weights=, or"),
+    ):
+        with pytest.raises(anyrank.CheckpointError, match=text):
             make(weights=others).load_state_dict(loader.state_dict())
 
 

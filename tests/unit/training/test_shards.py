@@ -139,10 +139,13 @@ def test_few_shards_stay_open() -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "names": (
         {"shards": list("abcdf")},
-        "the order 'shards-v1 .*give the shuffle, weights and shards",
+        "the order 'shards-v1 .*give the run's shards and lengths=",
     ),
     "lengths": ({"lengths": [9, 0, 4, 13, 5]}, "the order 'shards-v1 "),
-    "shuffle": ({"shuffle": False}, "the order 'shards-v1 .*identity"),
+    "shuffle": (
+        {"shuffle": False},
+        "the run has shuffle=True, here it is False: give shuffle=True",
+    ),
     "batch": ({"global_batch": 12}, "give 6, which works on any number of ranks$"),
 }
 

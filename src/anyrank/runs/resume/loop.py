@@ -332,8 +332,8 @@ class StepCounter:
         state = self._state
         for loader in self._begun_loaders:
             loader.commit()
-        if state.parts.loaders():
-            state.samples = sum(loader.samples for loader in state.parts.loaders())
+        samples = state.parts.num_samples()
+        state.samples = state.samples if samples is None else samples
         state.step += 1
         self.completed += 1
         self.forget_steps()

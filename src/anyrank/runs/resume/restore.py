@@ -189,8 +189,22 @@ class _Restorer:
         state.lineage = [*source.lineage, entry]
         for part in self.matched.values():
             part.commit()
+        self._continue_counts()
         if self.comparison is not None:
             self.comparison.settle()
+
+    def _continue_counts(self) -> None:
+        """Let loaders that are skipped count on from the run's steps and samples."""
+        source, loaders = self.source, self.inner.loaders()
+        counts = {**source.loader_counts}
+        if loaders == [self.state.data]:  # the run's own, where the source has no other's
+            counts.setdefault("data", (source.step, source.samples))
+        for name in self.arguments.skip:
+            part = self.inner.parts.get(name)
+            if isinstance(part, ElasticLoader) and name in counts:
+                part.position.continue_counts(*counts[name])
+        counted = sum(loader.samples for loader in loaders)
+        self.inner.samples_before = max(0, source.samples - counted)
 
     def _rebuild(self) -> None:
         for part in self.inner.parts.values():

@@ -15,7 +15,7 @@ from anyrank.files.listing import Listing, TensorFill
 from anyrank.files.manifest import Manifest, data_name, index_name, read_manifest
 from anyrank.files.storage import Storage, join_path
 from anyrank.runs.resume.options import ResumeArguments
-from anyrank.runs.resume.source import ResumeSource
+from anyrank.runs.resume.source import ResumeSource, loader_counts
 from anyrank.runs.saving.run_folder import DAMAGED, RunFolder
 from anyrank.runs.state.part_types import PartMatch, PartSource
 from anyrank.runs.state.resume_report import Outcome, SavedOn
@@ -232,13 +232,14 @@ class StepSearch:
             bring([index_name(own_rank)])
         path = self.folder.user_path(candidate.name)
 
-        def read() -> SavedGenerators:
+        def read() -> tuple[SavedGenerators, dict[str, tuple[int, int]]]:
             with _naming_step(path):
                 locator.read([own_rank], read_threads(ranks.ranks_on_node))
             with reading_record(path):
-                return from_json(manifest.generators, locator.indexes[own_rank].generators)
+                generators = locator.indexes[own_rank].generators
+                return from_json(manifest.generators, generators), loader_counts(manifest.parts)
 
-        generators = ranks.run("reading the rank's index", read)
+        generators, counts = ranks.run("reading the rank's index", read)
         own_index = locator.indexes[own_rank]
         return StepOfRun(
             path=path,
@@ -250,6 +251,7 @@ class StepSearch:
             step=manifest.step,
             epoch=manifest.epoch,
             samples=manifest.samples,
+            loader_counts=counts,
             saved_on=SavedOn(manifest.saved_on["ranks"], manifest.saved_on["layout"]),
             run=manifest.run,
             lineage=manifest.lineage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from anyrank.files.listing import Listing, TensorFill
 from anyrank.runs.resume.options import ResumeArguments
@@ -25,6 +25,7 @@ class ResumeSource(ABC):
         listing: listing of its tensors.
         names: names of its parts.
         step, epoch, samples: how far the run was.
+        loader_counts: steps and samples of each of its ElasticLoaders, by part.
         saved_on: how many ranks wrote it, and in which layout.
         run: id of the run that continues from it; None for one that begins with it.
         lineage: the run's resumes before this one.
@@ -45,6 +46,7 @@ class ResumeSource(ABC):
     epoch: int
     samples: int
     saved_on: SavedOn
+    loader_counts: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     run: str | None = None
     lineage: Sequence[dict[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -90,6 +92,20 @@ class ResumeSource(ABC):
     def warnings(self) -> list[str]:
         """Return notes on the source as a whole that people have to know."""
         return []
+
+
+def loader_counts(parts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the steps and samples of each ElasticLoader in the records of a manifest."""
+    trees: dict[str, Any] = {
+        name: cast("Any", record).get("tree")
+        for name, record in parts.items()
+        if isinstance(record, dict)
+    }
+    return {
+        name: (int(tree["step"]), int(tree["samples"]))
+        for name, tree in trees.items()
+        if isinstance(tree, dict) and {"step", "samples", "receipt"} <= tree.keys()
+    }
 
 
 def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:

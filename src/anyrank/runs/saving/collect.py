@@ -136,6 +136,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     what = "collecting the state"
     (parts, states), summary = ranks.run_and_reduce(what, collect_own, StateSummary.join)
     _, new_run, saves = summary.first
+    samples = state.parts.num_samples()
     # Before the replicas: tensors that differ in name or layout have no replicas.
     coordinates = check_same(state, parts, summary, ranks)
     records = _build_records(parts, summary)
@@ -148,9 +149,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         run=state.run or new_run,
         step=state.step,
         epoch=state.epoch,
-        samples=sum(loader.samples for loader in state.parts.loaders())
-        if state.parts.loaders()
-        else state.samples,
+        samples=state.samples if samples is None else samples,
         saved_on={"ranks": ranks.size, "layout": _describe_layout(shared_tensors(parts))},
         lineage=state.lineage,
         written="",

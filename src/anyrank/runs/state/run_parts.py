@@ -50,6 +50,8 @@ class RunParts:
         alike: optimizer -> its state that all ranks hold equal beside shares of parameters.
         unusable: why the values belong to no step, or None.
         saves: number of saves of the state in this process whose replicas were compared.
+        samples_before: samples of the run that none of its ElasticLoaders counts, because they came
+            from data that it no longer has.
         generators_before: random generator -> digest of its state when this was made.
     """
 
@@ -93,7 +95,7 @@ class RunParts:
         self.warned: set[str] = set()
         self.alike: dict[str, list[str]] = {}
         self.unusable: str | None = None
-        self.saves = 0
+        self.saves = self.samples_before = 0
         self.generators_before = self.digests_of_generators()
 
     def digests_of_generators(self) -> dict[str, str]:
@@ -103,6 +105,12 @@ class RunParts:
     def loaders(self) -> list[ElasticLoader]:
         """The ElasticLoaders: `data`, and others."""
         return [part for part in self.parts.values() if isinstance(part, ElasticLoader)]
+
+    def num_samples(self) -> int | None:
+        """Return the samples of the run's completed steps; None without an ElasticLoader."""
+        if loaders := self.loaders():
+            return self.samples_before + sum(loader.samples for loader in loaders)
+        return None
 
     def optimizers(self) -> list[Optimizer]:
         """List the parts that are optimizers."""

@@ -22,7 +22,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.fetch import MicrobatchDataset, check_length, request_for
-from anyrank.training.data.order import IDENTITY_NAME, ORDER_NAME
+from anyrank.training.data.order_names import check_kind, check_order
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.training.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.training.gradients.sync import GradientSync
@@ -42,19 +42,16 @@ STATE_VERSION = 1
 WHAT = "comparing the samples"
 KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
-MUST_AGREE = ("version", "n", "key", "seed", "order", "microbatch", "tail")
+MUST_AGREE = ("version", "n", "key", "seed", "microbatch", "tail")
 TITLES = {
     "version": "format version",
     "n": "a dataset of length",
     "key": "the dataset key",
-    "order": "the order",
 }
 WAYS = {
     "version": "use the anyrank version that wrote it, or a newer one",
     "n": "give the dataset of the run, or begin an epoch of this one by skip=['data'], or start "
     "a new run from its weights",
-    "order": f"give the shuffle, weights and shards of the run; {ORDER_NAME} is shuffle=True, "
-    f"{IDENTITY_NAME} is False",
 }
 
 
@@ -369,6 +366,10 @@ class Position:
         self.num_iterations += 1
         self.end_pass()
 
+    def continue_counts(self, step: int, samples: int) -> None:
+        """Count on from a run's steps and samples, with data that begins anew. Before a loop."""
+        self.step, self.samples = max(self.step, step), max(self.samples, samples)
+
     def _load_exact(self, saved: Any) -> None:
         """Continue the record of exact=True, or note where it ends."""
         if self.exact is not None:
@@ -391,6 +392,7 @@ class Position:
         """
         own_state = self.state_dict()
         with reading_record("data position"):
+            check_kind(state_dict["order"], own_state["order"])
             for name in MUST_AGREE:
                 if state_dict[name] != own_state[name]:
                     way_out = WAYS.get(name, f"give {name}={state_dict[name]!r}")
@@ -398,6 +400,7 @@ class Position:
                         f"data position: the run has {TITLES.get(name, name)} "
                         f"{state_dict[name]!r}, here it is {own_state[name]!r}: {way_out}"
                     )
+            check_order(state_dict["order"], own_state["order"])
             saved = {name: int(state_dict[name]) for name in COUNTS}
             receipt = Receipt.from_json(state_dict["receipt"])
             if receipt.count != saved["consumed"] or len(state_dict["receipts"]) > KEPT_RECEIPTS:
