@@ -613,7 +613,7 @@ def test_a_transform_without_a_sample_is_told_of() -> None:
         def end(self) -> list[Any]:
             return []
 
-    with pytest.raises(CheckpointError, match="the transform has made no sample of 119 rows"):
+    with pytest.raises(CheckpointError, match="Nothing has made no sample of 119 rows"):
         run(make(transform=Nothing()))
 
 

@@ -59,11 +59,14 @@ class OwnBatches:
         slots: slots of the batches.
 
     Attributes:
+        slots: slots of the batches.
         report: this rank's report on them.
     """
 
     def __init__(self, fetcher: Fetcher, slots: Sequence[MicrobatchSlot]) -> None:
+        self.slots = slots
         self._batches: list[FetchedBatch] = []
+        self._is_learned = False
         self._cause: Exception | None = None
         # Raises if any rank has failed, or returns what all have reported.
         self._wait: Callable[[], list[Any]] | None = None
@@ -97,17 +100,24 @@ class OwnBatches:
 
         self._wait = wait
 
-    def take(self, ranks: Ranks) -> list[FetchedBatch]:
-        """The batches, once. All ranks.
+    def settle(self, ranks: Ranks) -> None:
+        """Wait until all ranks have theirs, and learn what they report. All ranks.
 
         Raises:
             Exception: in one process, what the fetch raised; on several ranks an AnyrankError as
                 from `Ranks.run`, with the exception of each rank.
         """
+        if self._is_learned:
+            return
         if self._wait is None:
             self.tell(ranks)
         assert self._wait is not None
         self._learn(self._wait())
+        self._is_learned = True
+
+    def take(self, ranks: Ranks) -> list[FetchedBatch]:
+        """The batches, once; raises like `settle`. All ranks."""
+        self.settle(ranks)
         batches, self._batches = self._batches, []  # else this object would keep their memory
         return batches
 
@@ -138,15 +148,16 @@ def one_ahead(
     Raises:
         Exception: as for `OwnBatches.take`.
     """
+    first = first or fetch_first(fetcher, slots)
     if ranks.size == 1:
         yield from _with_samples(_one_by_one(ranks, fetcher, slots, first))
         return
-    *batches, last = (first or fetch_first(fetcher, slots)).take(ranks)
+    *batches, last = first.take(ranks)
     for slot, batch in zip(slots, batches, strict=False):
         yield slot, batch, False
     del batches  # else their memory stays until the end
-    begun = slots[:FIRST][-1]
-    for slot in slots[FIRST:]:
+    begun = first.slots[-1]
+    for slot in slots[len(first.slots) :]:
         ahead = OwnBatches(fetcher, [slot])
         ahead.tell(ranks)
         yield begun, last, False
@@ -158,11 +169,11 @@ Entry = tuple[MicrobatchSlot, FetchedBatch]
 
 
 def _one_by_one(
-    ranks: Ranks, fetcher: Fetcher, slots: Sequence[MicrobatchSlot], first: OwnBatches | None
+    ranks: Ranks, fetcher: Fetcher, slots: Sequence[MicrobatchSlot], first: OwnBatches
 ) -> Iterator[Entry]:
     """The slots and batches of a step on one rank."""
-    yield from zip(slots, (first or fetch_first(fetcher, slots)).take(ranks), strict=False)
-    for slot in slots[FIRST:]:
+    yield from zip(first.slots, first.take(ranks), strict=True)
+    for slot in slots[len(first.slots) :]:
         yield slot, OwnBatches(fetcher, [slot]).take(ranks)[0]
 
 

@@ -343,7 +343,7 @@ class Step:
             (ExactSum.of_values(own_terms), ExactSum.of_values(own_weights)),
             lambda some, others: (some[0] + others[0], some[1] + others[1]),
         )
-        if not weights.count:
+        if not (weights.count or any(this.losses for this in last)):
             raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
         total = float(weights)
         return float(terms) / total if total else 0.0

@@ -4,13 +4,14 @@ The shards of a source are dealt once, when an epoch begins: of L = min(K, shard
 the shards at places i, i + L, i + 2 L of the epoch's order. Each microbatch of a step belongs to a
 lane; a lane with several gives them its blocks in turn, in the order of the microbatches. A lane
 looks as far ahead as its microbatches of the next step. If it finds its end, microbatches for which
-it has no block go to the lanes with the fewest, the lowest first. So a microbatch has no sample
-only if its lane was given to it in the step before, or in the first step of an epoch.
+it has no block go to the lanes with the fewest. So a microbatch has no sample only if its lane was
+given to it in the step before, or in the first step of an epoch. The table follows from how many
+blocks each lane has left.
 
 A mixture has several sources with lanes of their own. For each step it is drawn from which source a
-microbatch takes its block. A source that ends before the epoch does is dealt again. Each shard of
-an endless source is a lane, which begins its shard again at its end; a microbatch takes the lanes
-that it has in turn. Pure Python: no torch, no ranks.
+microbatch takes its block. A source that ends before the epoch does is dealt again, to lanes that
+repeat their shards until the epoch is over. So do the lanes of an endless source, each of which has
+one shard; a microbatch takes the lanes that it has in turn. Pure Python: no torch, no ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -52,10 +54,11 @@ class Opening(NamedTuple):
 
     Attributes:
         lane, source: numbers of the lane and of its source.
-        reading: tells apart the times that a shard is read in a run.
+        reading: tells apart the times that a source is dealt in a run.
         first_place: place of its first shard in the source's order.
-        stride: distance between its shards; 0 if it has one, read again and again.
+        stride: distance between its shards.
         num_shards: number of shards of the source.
+        repeats: whether it begins its shards again after the last.
         state: where it continues.
     """
 
@@ -65,14 +68,13 @@ class Opening(NamedTuple):
     first_place: int
     stride: int
     num_shards: int
+    repeats: bool
     state: LaneState
 
-    def place_of(self, index: int) -> tuple[int, int] | None:
-        """Return the reading and the place of one of its shards; None after the last."""
-        if not self.stride:
-            return index, self.first_place
-        shard_place = self.first_place + index * self.stride
-        return None if shard_place >= self.num_shards else (self.reading, shard_place)
+    @property
+    def places(self) -> range:
+        """The places of its shards in the source's order."""
+        return range(self.first_place, self.num_shards, self.stride)
 
 
 class Deal:
@@ -84,11 +86,12 @@ class Deal:
         sizes: number of shards of each source.
 
     Attributes:
-        tables: for each source, the lane of each microbatch; for endless ones, its first lane. The
-            same object as long as no lane's end is in sight.
-        rounds: for each source, how often it has ended in the epoch.
+        has_ended: for each source, whether it has ended in the epoch.
         states: states of all lanes, those of one source after those of another.
-        read: what finished rounds have read, by source.
+        left: for each lane, the number of blocks that it has left, or -1 if that is unknown.
+        read: what was read of each source before it was dealt again.
+        tables: for each source, the lane of each microbatch; for endless ones, its first lane. The
+            same object as long as no further lane's end is in sight.
     """
 
     def __init__(self, constants: Constants, epoch: int, sizes: Sequence[int]) -> None:
@@ -96,14 +99,22 @@ class Deal:
         most = max(sizes) if constants.endless else constants.num_microbatches
         self.counts = tuple(min(most, size) for size in sizes)  # lanes of each source
         self.starts = (0, *accumulate(self.counts))  # each source's first lane
-        self.tables = [self._whole_table(source) for source in range(len(sizes))]
-        self.rounds = [0] * len(sizes)
+        self.has_ended = [False] * len(sizes)
         self.states = [LaneState()] * sum(self.counts)
+        self.left = [-1] * sum(self.counts)
         self.read = [LaneState()] * len(sizes)
+        self.tables = self._make_tables()
 
-    def _whole_table(self, source: int) -> list[int]:
-        start, count = self.starts[source], self.counts[source]
-        return [start + k % count for k in range(self.constants.num_microbatches)]
+    def _make_tables(self) -> list[list[int]]:
+        everything = range(self.constants.num_microbatches)
+        return [self._table_of(source, everything) for source in range(len(self.sizes))]
+
+    def _table_of(self, source: int, microbatches: Sequence[int]) -> list[int]:
+        left = self.left[self._lanes(source)]
+        return [self.starts[source] + n for n in _choose_lanes(microbatches, left)]
+
+    def _lanes(self, source: int) -> slice:
+        return slice(self.starts[source], self.starts[source + 1])
 
     def source_of(self, lane: int) -> int:
         """Return the source of a lane."""
@@ -112,22 +123,27 @@ class Deal:
     def opening(self, lane: int) -> Opening:
         """Return the opening that a reader needs to continue with a lane."""
         source = self.source_of(lane)
-        first_place, stride = lane - self.starts[source], self.counts[source]
-        if self.constants.endless:
-            stride = 0
-        state, reading = self.states[lane], self.reading(source)
-        return Opening(lane, source, reading, first_place, stride, self.sizes[source], state)
+        return Opening(
+            lane,
+            source,
+            self.reading(source),
+            lane - self.starts[source],
+            self.counts[source],
+            self.sizes[source],
+            self.constants.endless or self.has_ended[source],
+            self.states[lane],
+        )
 
     def reading(self, source: int) -> int:
         """Return the number of the reading in which a source is dealt now."""
-        return self.epoch + (self.rounds[source] << 32)
+        return self.epoch + (self.has_ended[source] << 32)
 
     @property
     def is_over(self) -> bool:
         """Return whether the epoch has no further step."""
         constants = self.constants
         ended = [
-            bool(n) for n, weight in zip(self.rounds, constants.weights, strict=True) if weight
+            own for own, weight in zip(self.has_ended, constants.weights, strict=True) if weight
         ]
         return any(ended) if constants.until == "first" else all(ended)
 
@@ -141,18 +157,37 @@ class Deal:
             blocks: number of blocks that each lane has given before.
         """
         constants = self.constants
+        if len(self.sizes) == 1 and not constants.endless:
+            return [*self.tables[0]]
         sources = [0] * constants.num_microbatches
         if len(self.sizes) > 1:
             chance = random.Random(derive(constants.seed, self.epoch, step, "mix"))  # noqa: S311
             numbers = range(len(self.sizes))
             sources = chance.choices(numbers, constants.weights, k=len(sources))
         lanes = [self.tables[source][k] for k, source in enumerate(sources)]
-        if not constants.endless:
-            return lanes
-        # More shards than microbatches: lanes k, k + K and so on are microbatch k's.
-        stops = [self.starts[source + 1] for source in sources]
-        others = [range(first, stop, len(lanes)) for first, stop in zip(lanes, stops, strict=True)]
-        return [min(lanes_of_k, key=lambda lane: (blocks[lane], lane)) for lanes_of_k in others]
+        if constants.endless:
+            # More shards than microbatches: lanes k, k + K and so on are microbatch k's.
+            stops = [self.starts[source + 1] for source in sources]
+            others = [range(n, stop, len(lanes)) for n, stop in zip(lanes, stops, strict=True)]
+            return [min(lanes_of_k, key=lambda lane: (blocks[lane], lane)) for lanes_of_k in others]
+        for source in set(sources):
+            if self._is_ending(source):  # the table has too few blocks for all microbatches
+                own = [k for k, drawn in enumerate(sources) if drawn == source]
+                for k, lane in zip(own, self._table_of(source, own), strict=True):
+                    lanes[k] = lane
+        return lanes
+
+    def _is_ending(self, source: int) -> bool:
+        """Return whether a source has no block for some microbatch of a full step."""
+        left = self.left[self._lanes(source)]
+        return min(left) >= 0 and sum(left) < self.constants.num_microbatches
+
+    def is_unsure(self, lanes: Collection[int]) -> bool:
+        """Return whether all lanes of a mixture's step may have no block, since none was read."""
+        blocks = [(self.left[lane], self.states[lane].blocks) for lane in lanes]
+        has_known = any(left > 0 or (left < 0 and given) for left, given in blocks)
+        is_mixture = len(self.sizes) > 1 and not self.constants.endless
+        return is_mixture and not has_known and any(left < 0 for left, _ in blocks)
 
     @property
     def blocks(self) -> list[int]:
@@ -161,9 +196,13 @@ class Deal:
 
     def shared_with(self, microbatches: Collection[int]) -> set[int]:
         """Find the lanes that may give a block to others than these microbatches."""
-        return {
+        shared = {
             lane for table in self.tables for k, lane in enumerate(table) if k not in microbatches
         }
+        if len(self.sizes) > 1 and len(microbatches) < self.constants.num_microbatches:
+            for source in filter(self._is_ending, range(len(self.sizes))):
+                shared |= {*range(self.starts[source], self.starts[source + 1])}
+        return shared
 
     @property
     def looks(self) -> dict[int, int]:
@@ -181,31 +220,27 @@ class Deal:
         """
         deal = object.__new__(Deal)
         deal.__dict__.update(self.__dict__)
-        deal.states = [*self.states]
-        for lane, (state, _) in states.items():
-            deal.states[lane] = state
-        left = {lane: num for lane, (_, num) in states.items() if num >= 0}
-        if left:
-            deal.tables, deal.rounds = [[*table] for table in self.tables], [*self.rounds]
-            deal.read = [*self.read]
-            for source, table in enumerate(deal.tables):
-                _move(table, left)
-                if not any(left.get(lane, 1) for lane in table):
-                    deal._end_round(source)
+        deal.states, deal.left = [*self.states], [*self.left]
+        for lane, (state, left) in states.items():
+            deal.states[lane], deal.left[lane] = state, left
+        if deal.left != self.left:
+            deal.has_ended, deal.read = [*self.has_ended], [*self.read]
+            for source in range(len(self.sizes)):
+                if not any(deal.left[deal._lanes(source)]):
+                    deal._deal_again(source)
+            deal.tables = deal._make_tables()
         return deal
 
-    def _end_round(self, source: int) -> None:
-        self.rounds[source] += 1
+    def _deal_again(self, source: int) -> None:
+        self.has_ended[source] = True
         if not self.is_over:
-            own_lanes = slice(self.starts[source], self.starts[source + 1])
+            lanes, count = self._lanes(source), self.counts[source]
             self.read[source] = self._read_of(source)
-            self.states[own_lanes] = [LaneState()] * self.counts[source]
-            self.tables[source] = self._whole_table(source)
+            self.states[lanes], self.left[lanes] = [LaneState()] * count, [-1] * count
 
     def _read_of(self, source: int) -> LaneState:
         """Return what was read of a source in the epoch, as counts in a state."""
-        own_states = self.states[self.starts[source] : self.starts[source + 1]]
-        return _sum_of([self.read[source], *own_states])
+        return _sum_of([self.read[source], *self.states[self._lanes(source)]])
 
     @property
     def totals(self) -> list[LaneState]:
@@ -218,8 +253,8 @@ class Deal:
         """Return values of JSON, some 100 bytes for each lane."""
         return {
             "sizes": [*self.sizes],
-            "tables": [[*table] for table in self.tables],
-            "rounds": [*self.rounds],
+            "has_ended": [*self.has_ended],
+            "left": [*self.left],
             "read": [[*state] for state in self.read],
             "lanes": [[*state] for state in self.states],
         }
@@ -229,41 +264,49 @@ class Deal:
         """Invert `to_json`; raise ValueError, TypeError or KeyError for anything else."""
         deal = Deal(constants, epoch, [int(size) for size in value["sizes"]])
         states = [LaneState.from_json(row) for row in value["lanes"]]
-        tables = [[int(lane) for lane in table] for table in value["tables"]]
+        left = [int(number) for number in value["left"]]
         read = [LaneState.from_json(row) for row in value["read"]]
-        rounds = [int(number) for number in value["rounds"]]
-        pairs = (states, deal.states), (tables, deal.tables), (read, deal.read)
-        if any(len(a) != len(b) for a, b in (*pairs, (rounds, deal.rounds))):
+        has_ended = [bool(ended) for ended in value["has_ended"]]
+        pairs = (states, deal.states), (left, deal.left), (read, deal.read)
+        if any(len(a) != len(b) for a, b in (*pairs, (has_ended, deal.has_ended))):
             raise ValueError("the lanes do not fit the shards")
-        for source, table in enumerate(tables):
-            lanes = range(deal.starts[source], deal.starts[source + 1])
-            if len(table) != constants.num_microbatches or any(n not in lanes for n in table):
-                raise ValueError("a microbatch has no lane")
-        deal.states, deal.tables, deal.read, deal.rounds = states, tables, read, rounds
+        if min(left) < -1:
+            raise ValueError(f"a lane has {min(left)} blocks left")
+        deal.states, deal.left, deal.read, deal.has_ended = states, left, read, has_ended
+        deal.tables = deal._make_tables()
         return deal
 
 
-def _move(table: list[int], left: Mapping[int, int]) -> None:
-    """Give microbatches whose lane has no block left to other lanes.
+def _choose_lanes(microbatches: Sequence[int], left: Sequence[int]) -> list[int]:
+    """Choose the lane of each microbatch: its own, number k of the lanes in turn, or another.
 
     Args:
-        table: lane of each microbatch.
-        left: number of blocks that lanes which are about to end still have.
+        microbatches: numbers of the microbatches, in their order.
+        left: number of blocks that each lane has left, or -1 if its end is not in sight.
     """
-    loads, moving = Counter[int](), list[int]()
-    for k, lane in enumerate(table):
-        if loads[lane] < left.get(lane, len(table)):
+    chosen, moving, loads = list[int](), list[int](), [0] * len(left)
+    for number, k in enumerate(microbatches):
+        lane = k % len(left)
+        chosen.append(lane)
+        if left[lane] < 0 or loads[lane] < left[lane]:
             loads[lane] += 1
         else:
-            moving.append(k)
-    for k in moving:
-        # Those whose end is not in sight, otherwise those with one more block than microbatches.
-        lanes = [lane for lane in loads if lane not in left]
-        lanes = lanes or [lane for lane in loads if loads[lane] < left[lane]]
-        if not lanes:
-            return
-        table[k] = min(lanes, key=lambda lane: (loads[lane], lane))
-        loads[table[k]] += 1
+            moving.append(number)
+    if not moving:
+        return chosen
+    most = [len(microbatches) if blocks < 0 else blocks for blocks in left]
+    spare = [(load, lane) for lane, load in enumerate(loads) if load < most[lane]]
+    heapify(spare)
+    added = list[int]()
+    while spare and len(added) < len(moving):
+        load, lane = heappop(spare)
+        added.append(lane)
+        if load + 1 < most[lane]:
+            heappush(spare, (load + 1, lane))
+    # In the order of the lanes, so that neighbours, which are one rank's, have few lanes.
+    for number, lane in zip(moving, sorted(added), strict=False):
+        chosen[number] = lane
+    return chosen
 
 
 def _sum_of(states: Sequence[LaneState]) -> LaneState:

@@ -1,4 +1,4 @@
-"""Digests that show whether a row that is read again is the same, and what a transform keeps."""
+"""Digests that show whether a row that is read again is the same."""
 
 from __future__ import annotations
 
@@ -42,11 +42,3 @@ def _as_text(value: Any) -> str:
 def _spread(values: Any) -> Any:
     """Return some elements of a sequence, from its beginning to its end."""
     return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values
-
-
-def parts_of(value: Any) -> dict[str, str]:
-    """Digest an object's attributes, including those in slots."""
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    parts |= getattr(value, "__dict__", {})
-    return {name: digest_of(part) for name, part in parts.items()}

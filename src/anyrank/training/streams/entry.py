@@ -64,6 +64,9 @@ def open_iterable(
     _check_tail(options)
     check_bool(endless=endless)
     check_choice("until", until, get_args(Until))
+    if until != "first" and (mix is None or endless):
+        why = "there are no epochs" if endless else "there is one dataset, and no mix="
+        raise ValueError(f"until={until!r} says when a mixture's epoch ends, but {why}: remove it")
     if mix is None:
         if isinstance(dataset, Mapping):
             raise ValueError("a dict of datasets is a mixture: give mix=, a weight for each name")

@@ -23,10 +23,10 @@ from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from anyrank.errors import CheckpointError
-from anyrank.training.streams.digests import digest_of, parts_of
+from anyrank.training.streams.digests import digest_of
+from anyrank.training.streams.kept import check_kept, inner_state_of, parts_of
 
 Shard = tuple[int, int]  # the number of its reading, and that of the shard
-STATE_BYTES = 1024  # of a transform's state, as JSON
 
 
 class Cut:
@@ -125,6 +125,7 @@ class Lane:
         transform: a fresh transform, or None.
         shard_at: returns the lane's shards, by their places in it; None after the last.
         state: where it continues.
+        num_shards: number of its shards if it repeats them, until they give no sample.
 
     Attributes:
         state: state after the blocks that were taken.
@@ -140,9 +141,11 @@ class Lane:
         transform: Any,
         shard_at: Callable[[int], Shard | None],
         state: LaneState,
+        num_shards: int | None = None,
     ) -> None:
         self.source, self.number, self.reading = source, number, reading
         self.transform, self.shard_at, self.state = transform, shard_at, state
+        self.num_shards = num_shards
         self.left = -1
         self.changes: list[tuple[int, int, int]] = []
         self._passed, self._row = state.passed, state.row  # place of the next piece
@@ -152,6 +155,8 @@ class Lane:
         self._pieces: deque[tuple[LaneState, int]] = deque()  # for the samples: states, and counts
         self._num_cuts = 0
         self._is_new, self._is_over = True, False
+        # The first shard that is read as a whole since the last sample, and the rows held then.
+        self._barren_from, self._num_held = state.passed + (state.length >= 0), 0
         # The rows that may be fed again: their numbers, from the oldest on, and places.
         self._fed: deque[tuple[int, int, int]] = deque()
         self._num_fed, self._num_forgotten = 0, 0
@@ -270,6 +275,7 @@ class Lane:
         samples = self._feed(passed, row, rows, is_read_again)
         self._num_newest = len(samples)
         if samples:
+            self._barren_from, self._num_held = passed + 1, 0
             self._pieces.append((self._newest, len(samples)))
             if self.transform is not None:
                 self._num_cuts += sum(sample is CUT for sample in samples)
@@ -341,8 +347,7 @@ class Lane:
         Args:
             stop: place that ends the search, for rows that were read before.
         """
-        shard = self.shard_at(self._passed)
-        while shard is not None and (stop is None or (self._passed, self._row) < stop):
+        while (shard := self._next_shard(stop)) is not None:
             passed, row = self._passed, self._row
             try:
                 if self._rows is None:
@@ -351,7 +356,7 @@ class Lane:
             except Exception as error:
                 error.add_note(
                     f"raised by read, shard {self.source.name(shard[1])}, rows from {row} on, "
-                    f"epoch {shard[0]}, lane {self.number}"
+                    f"epoch {epoch_of(shard[0])}, lane {self.number}"
                 )
                 raise
             if len(rows) == self.source.piece:
@@ -360,22 +365,25 @@ class Lane:
                 self._passed, self._row, self._rows = passed + 1, 0, None
             if rows:
                 return passed, row, rows
-            shard = self._following(shard, row)
         return self._passed, self._row, []
 
-    def _following(self, shard: Shard, row: int) -> Shard | None:
-        """Return the shard after one without further rows.
+    def _next_shard(self, stop: tuple[int, int] | None) -> Shard | None:
+        """Return the shard to read next, or None; see `_next_piece`."""
+        if stop is not None:
+            return self.shard_at(self._passed) if (self._passed, self._row) < stop else None
+        is_end = self.state.length == 0  # as it was found before
+        if self.num_shards is not None and (is_end or self._is_barren(self.num_shards)):
+            return None
+        return self.shard_at(self._passed)
 
-        Raises:
-            CheckpointError: it has no row at all, and would come again without end.
-        """
-        following = self.shard_at(self._passed)
-        if following is not None and following[1] == shard[1] and not row:
-            raise CheckpointError(
-                f"shard {self.source.name(shard[1])} has no row, and endless=True would read it "
-                "without end: leave it out"
-            )
-        return following
+    def _is_barren(self, num_shards: int) -> bool:
+        """Return whether all shards were read without a sample, and without holding more rows."""
+        if self._passed - self._barren_from < num_shards:
+            return False
+        get_held = getattr(self.transform, "held", None)
+        before, self._num_held = self._num_held, len(get_held()) if get_held else 0
+        self._barren_from = self._passed
+        return self._num_held <= before
 
     def _shard(self, passed: int) -> Shard:
         shard = self.shard_at(passed)
@@ -399,12 +407,12 @@ class Lane:
             if self._is_numbered:
                 number = self._num_forgotten + len(self._fed) - 1
                 self.transform._come_to(number, self._fed[-1][0])
-            return _as_list(self.transform.feed(value))
+            return _as_list(self.transform.feed(value), f"{type(self.transform).__name__}.feed")
         except Exception as error:
             number = self.source.numbers(reading, shard, row, count)[index]
             error.add_note(
                 f"raised by {type(self.transform).__name__}.feed, shard {self.source.name(shard)}, "
-                f"row {number}, epoch {reading}, lane {self.number}"
+                f"row {number}, epoch {epoch_of(reading)}, lane {self.number}"
             )
             raise
 
@@ -412,7 +420,7 @@ class Lane:
         """End the transform; return its samples of the rest."""
         self.source.seed_transform(self.transform, self.reading, -1, self.number)
         try:
-            return _as_list(self.transform.end())
+            return _as_list(self.transform.end(), f"{type(self.transform).__name__}.end")
         except Exception as error:
             error.add_note(f"raised by {type(self.transform).__name__}.end, lane {self.number}")
             raise
@@ -425,7 +433,7 @@ class Lane:
         if self.transform is None:
             self._newest = self._newest._replace(**places)
             return
-        self._check_kept()
+        check_kept(self.transform, self._fresh_parts)
         get_held = getattr(self.transform, "held", None)
         numbers = sorted(n - self._num_forgotten for n in get_held()) if get_held else []
         if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
@@ -442,57 +450,20 @@ class Lane:
         if self._fed:
             first, places["first_passed"], places["first_row"] = self._fed[0]
         bits = sum(1 << self._fed[number - needless][0] - first for number in numbers)
-        needed, inner = f"{bits:x}" if bits else "", self._inner_state()
+        needed, inner = f"{bits:x}" if bits else "", inner_state_of(self.transform)
         self._newest = self._newest._replace(**places, needed=needed, inner=inner)
 
-    def _check_kept(self) -> None:
-        """Refuse a transform that keeps something and offers no way to find it again.
 
-        Raises:
-            TypeError: it has neither `held` nor `state_dict`, and no longer equals a fresh one.
-        """
-        if self._fresh_parts is None:
-            return
-        parts, fresh = parts_of(self.transform), self._fresh_parts
-        if kept := [name for name, digest in parts.items() if fresh.get(name) != digest]:
-            raise TypeError(
-                f"{type(self.transform).__name__} keeps something in {', '.join(kept)}, which a "
-                "resume, and a rank that continues the lane, would not have: let held() return "
-                "the numbers of the rows that it still needs, which are fed again, or state_dict() "
-                "what it knows; if its samples do not depend on it (a cache, a count for a log), "
-                "let held() return []"
-            )
+def epoch_of(reading: int) -> int:
+    """Return the epoch of a reading, for an error."""
+    return reading & 0xFFFFFFFF
 
-    def _inner_state(self) -> str:
-        """Return the transform's own state as JSON; empty without one.
 
-        Raises:
-            TypeError: it is not JSON, or is too large.
-        """
-        get_state = getattr(self.transform, "state_dict", None)
-        state = None if get_state is None else get_state()
-        if state is None:
-            return ""
-        name = type(self.transform).__name__
-        way_out = (
-            "leave rows out of state_dict(), and give their numbers by held(): they are read and "
-            "fed again after a resume"
+def _as_list(samples: Any, name: str) -> list[Any]:
+    """Return what `feed` or `end` gave; a sample that was given without its list would be cut."""
+    if not isinstance(samples, list | Iterator):
+        raise TypeError(
+            f"{name} gave a {type(samples).__name__}: let it return a list of samples, as "
+            "[sample], or [] for none"
         )
-        try:
-            text = json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"{name}.state_dict(): not values of JSON ({error}): {way_out}"
-            ) from error
-        if len(text) > STATE_BYTES:
-            raise TypeError(
-                f"{name}.state_dict(): {len(text)} bytes, and a lane's may have {STATE_BYTES}, as "
-                f"the ranks tell it each other in each step: {way_out}"
-            )
-        return text
-
-
-def _as_list(samples: Any) -> list[Any]:
-    if not isinstance(samples, Iterable):
-        raise TypeError(f"gave a {type(samples).__name__}: let it return a list of samples")
-    return list(cast("Iterable[Any]", samples))
+    return [*cast("Iterable[Any]", samples)]

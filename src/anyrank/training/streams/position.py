@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,11 +19,14 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
+from anyrank.training.data.order_names import check_kind, check_order
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
-from anyrank.training.steps.agreed_batches import Fetcher
+from anyrank.training.random_state.generators import kept
+from anyrank.training.steps.agreed_batches import FIRST, Fetcher, OwnBatches
 from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
-from anyrank.training.streams.deal import Deal
+from anyrank.training.steps.step_run import StepRun
+from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.lane import LaneState
 from anyrank.training.streams.sources import Streams
 from anyrank.training.streams.verdicts import describe
@@ -35,7 +38,7 @@ log = logging.getLogger("anyrank.data")
 
 BLOCKS_NOTED = 1000  # most before they are summed up, which takes some 100 us
 CHANGES_NOTED = 20  # in an epoch
-TITLES = {"version": "format version", "order": "the order", "key": "the dataset key"}
+TITLES = {"version": "format version", "key": "the dataset key"}
 # For a block: its microbatch, its samples, its changes, and for a lane's last one its place.
 Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
 
@@ -157,13 +160,35 @@ class StreamPosition(Position):
             self._next = self._make_plan(self.deal, self.step)
         return self._next
 
+    def begin_step(self) -> StepRun:
+        """Begin the next step, once it is known to have a row."""
+        plan, ranks = self.next_step(), self.ranks
+        while plan.deal.is_unsure(plan.lanes) and not any(plan.sizes.values()):
+            assert ranks is not None
+            for num_slots in (FIRST, len(plan.lanes)):
+                with kept():
+                    slots = self.slots(plan)[:num_slots]
+                    self.ahead = OwnBatches(self.fetcher(plan, True), slots)
+                self.ahead.settle(ranks)
+                if any(plan.sizes.values()):
+                    break
+            else:
+                self.ahead = None
+                plan = self._next = self._make_plan(plan.follows[0][0], plan.number, plan.changes)
+        return super().begin_step()
+
+    def fetch_ahead(self, step: StepPlan) -> None:
+        plan = self.following(step)
+        if plan is not None and not plan.deal.is_unsure(plan.lanes):
+            super().fetch_ahead(step)
+
     def following(self, step: StepPlan) -> BlockPlan | None:
         assert isinstance(step, BlockPlan)
         if not step.follows:
             raise step.is_unknown("whether a step follows")
         return step.follows[0][1]
 
-    def _make_plan(self, deal: Deal, number: int) -> BlockPlan:
+    def _make_plan(self, deal: Deal, number: int, changes: Iterable[Any] = ()) -> BlockPlan:
         counts, numbers = deal.blocks, list[int]()
         lanes = deal.lanes_of(number, counts)
         for lane in lanes:
@@ -179,6 +204,7 @@ class StreamPosition(Position):
             deal=deal,
             lanes=tuple(lanes),
             blocks=tuple(numbers),
+            changes=[*changes],
         )
 
     def requests(self) -> Iterator[BlockRequest]:
@@ -230,7 +256,25 @@ class StreamPosition(Position):
         answer: BlockAnswer = fetched.request
         answer.k = slot.k
         plan.sizes[slot.k] = answer.num_samples
+        if answer.is_empty and self.is_endless:
+            raise self._no_samples(plan.deal.opening(lane), answer)
         return FetchedBatch(answer, self._copy_for(plan)) if answer.is_empty else fetched
+
+    def _no_samples(self, opening: Opening, answer: BlockAnswer) -> CheckpointError:
+        """Make the error for a shard of an endless stream that gives no sample any more."""
+        source, reader = opening.source, self.streams.sources[opening.source]
+        shard = reader.shard_at(opening.reading, opening.first_place, opening.num_shards)
+        name = self.streams.name_of(source, shard)
+        if answer.state is None or not answer.state.rows:
+            return CheckpointError(
+                f"shard {name} has no row, and endless=True would read it without end: leave it out"
+            )
+        transform = type(reader.transform).__name__
+        return CheckpointError(
+            f"shard {name} was read from its begin to its end, and {transform} made no sample of "
+            "it, so endless=True would read it without end: leave the shard out, join it with "
+            f"another one, or let {transform} give samples of its rows"
+        )
 
     def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
         assert isinstance(plan, BlockPlan)
@@ -260,8 +304,9 @@ class StreamPosition(Position):
     def _no_rows(self, rows: int, what: str, number: int) -> CheckpointError:
         """Make the error for shards in which no sample was found."""
         if rows:
+            transform = type(self.streams.sources[0].transform).__name__
             return CheckpointError(
-                f"epoch {self.epoch}: the transform has made no sample of {count(rows, 'row')}: "
+                f"epoch {self.epoch}: {transform} has made no sample of {count(rows, 'row')}: "
                 "there is nothing to train on; let feed(row) or end() return a list of samples, "
                 "and give Buckets with drop_last=True more rows for each lane"
             )
@@ -273,16 +318,16 @@ class StreamPosition(Position):
     def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
         """Learn what ranks report of their blocks; after the last of them the step is known."""
         for k, num_samples, changes, state in reports:
+            lane = plan.lanes[k]
             plan.sizes[k] = num_samples
-            plan.changes.extend((plan.lanes[k], *change) for change in changes)
+            plan.changes.extend((lane, *change) for change in changes)
             if state is not None:
-                plan.states[plan.lanes[k]] = state
+                plan.states[lane] = state
         if plan.follows or not plan.is_known:
             return
         after = plan.deal.after(plan.states)
-        before = plan.deal.rounds
-        for source, (num_ended, read) in enumerate(zip(after.rounds, after.totals, strict=True)):
-            if num_ended > before[source] and not read.blocks:
+        for source, read in enumerate(after.totals):
+            if after.has_ended[source] and not read.blocks:
                 name = self.streams.names[source]
                 raise self._no_rows(read.rows, f"shard of {name}", after.sizes[source])
         following = None if after.is_over else self._make_plan(after, plan.number + 1)
@@ -367,13 +412,9 @@ class StreamPosition(Position):
     ) -> tuple[dict[str, int], Receipt, str | None]:
         own_state = self.state_dict()
         with reading_record("data position"):
-            if "deal" not in state_dict:
-                raise CheckpointError(
-                    "data position: the run has a dataset, or shards with lengths, and here is a "
-                    "stream: give the data of the run, or begin with this one by skip=['data'], or "
-                    "start a new run from its weights"
-                )
-            for name in ("version", "key", "seed", "order", "global_batch", "microbatch", "tail"):
+            check_kind(state_dict["order"], own_state["order"])
+            check_order(state_dict["order"], own_state["order"])
+            for name in ("version", "key", "seed", "global_batch", "microbatch", "tail"):
                 if state_dict[name] != own_state[name]:
                     raise CheckpointError(
                         f"data position: the run has {TITLES.get(name, name)} "

@@ -55,14 +55,14 @@ def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
 
 
 def _describe_source(streams: Streams, deal: Deal, source: int) -> str:
-    total, size, rounds = deal.totals[source], deal.sizes[source], deal.rounds[source]
+    total, size = deal.totals[source], deal.sizes[source]
     name, known = streams.names[source], streams.sources[source].num_rows
     of_source = f" of {name}" if streams.mix else ""
     rows, shards = f"{total.rows:,}", count(size, "shard")
-    if not rounds:
+    if not deal.has_ended[source]:
         return f"{rows} rows{of_source}, not all of them"
-    if rounds > 1 or total.passed > size:
-        return f"{rows} rows{of_source}, all of them {count(rounds, 'time')} or more"
+    if 0 < deal.read[source].rows < total.rows:  # it was dealt again
+        return f"{rows} rows{of_source}, all of them once or more"
     if known is None:
         return f"each row{of_source} that was read, once: {rows} rows of {shards}"
     if known == total.rows:

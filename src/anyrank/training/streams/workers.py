@@ -24,7 +24,7 @@ from anyrank.tensors.hashing import derive
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Deal, Opening
-from anyrank.training.streams.lane import Lane, LaneState
+from anyrank.training.streams.lane import Lane, LaneState, epoch_of
 from anyrank.training.streams.sources import Streams, be_the_only_worker
 
 AHEAD = 16  # most steps that are asked for ahead; workers have their own limit
@@ -140,17 +140,25 @@ class BlockReader(Dataset[FetchedBatch]):
         return self._take(self._open(opening), block, 0)
 
     def _open(self, opening: Opening) -> Lane:
-        source = self.dataset.sources[opening.source]
+        source, places = self.dataset.sources[opening.source], opening.places
 
         @functools.lru_cache(maxsize=2)  # each piece asks
         def shard_at(index: int) -> tuple[int, int] | None:
-            found_place = opening.place_of(index)
-            if found_place is None or not opening.stride:
-                return found_place
-            return found_place[0], source.shard_at(*found_place, opening.num_shards)
+            times, number = divmod(index, len(places))
+            if times and not opening.repeats:
+                return None
+            shard = source.shard_at(opening.reading, places[number], opening.num_shards)
+            return opening.reading + (times << 32), shard
 
-        transform = copy.deepcopy(source.transform)
-        return Lane(source, opening.lane, opening.reading, transform, shard_at, opening.state)
+        return Lane(
+            source,
+            opening.lane,
+            opening.reading,
+            copy.deepcopy(source.transform),
+            shard_at,
+            opening.state,
+            num_shards=len(places) if opening.repeats else None,
+        )
 
     def _meet(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
         """Return a lane where all ranks know it to be; read it anew if it is elsewhere."""
@@ -196,7 +204,7 @@ class BlockReader(Dataset[FetchedBatch]):
             return self.collate_fn(samples)
         except Exception as error:
             error.add_note(
-                f"raised by collate_fn, {lane.progress}, epoch {lane.reading}, lane "
+                f"raised by collate_fn, {lane.progress}, epoch {epoch_of(lane.reading)}, lane "
                 f"{lane.number}, block {block}"
             )
             if isinstance(error, StopIteration):

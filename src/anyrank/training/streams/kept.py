@@ -1,0 +1,69 @@
+"""What a transform keeps between rows, which a resume must find again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from anyrank.training.streams.digests import digest_of
+
+STATE_BYTES = 1024  # of a transform's state, as JSON
+
+
+def parts_of(value: Any) -> dict[str, str]:
+    """Digest an object's attributes, including those in slots."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    parts |= getattr(value, "__dict__", {})
+    return {name: digest_of(part) for name, part in parts.items()}
+
+
+def check_kept(transform: Any, fresh_parts: Mapping[str, str] | None) -> None:
+    """Refuse a transform that keeps something and offers no way to find it again.
+
+    Args:
+        transform: transform after some rows.
+        fresh_parts: digests of its attributes before the first; None: it says what it keeps.
+
+    Raises:
+        TypeError: it has neither `held` nor `state_dict`, and no longer equals a fresh one.
+    """
+    if fresh_parts is None:
+        return
+    parts = parts_of(transform)
+    if kept := [name for name, digest in parts.items() if fresh_parts.get(name) != digest]:
+        raise TypeError(
+            f"{type(transform).__name__} keeps something in {', '.join(kept)}, which a "
+            "resume, and a rank that continues the lane, would not have: let held() return "
+            "the numbers of the rows that it still needs, which are fed again, or state_dict() "
+            "what it knows; if its samples do not depend on it (a cache, a count for a log), "
+            "let held() return []"
+        )
+
+
+def inner_state_of(transform: Any) -> str:
+    """Return a transform's own state as JSON; empty without one.
+
+    Raises:
+        TypeError: it is not JSON, or is too large.
+    """
+    get_state = getattr(transform, "state_dict", None)
+    state = None if get_state is None else get_state()
+    if state is None:
+        return ""
+    name = type(transform).__name__
+    way_out = (
+        "leave rows out of state_dict(), and give their numbers by held(): they are read and "
+        "fed again after a resume"
+    )
+    try:
+        text = json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}.state_dict(): not values of JSON ({error}): {way_out}") from error
+    if len(text) > STATE_BYTES:
+        raise TypeError(
+            f"{name}.state_dict(): {len(text)} bytes, and a lane's may have {STATE_BYTES}, as "
+            f"the ranks tell it each other in each step: {way_out}"
+        )
+    return text
