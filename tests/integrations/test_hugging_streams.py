@@ -119,6 +119,7 @@ WHOLE: dict[str, Any] = {
         lambda rows: rows, batched=True, batch_size=10, drop_last_batch=True
     ),
     "batch()": lambda s: s.batch(2),
+    "add_column()": lambda s: s.add_column("i", [*range(200)]),
 }
 
 
@@ -144,6 +145,79 @@ def test_what_counts_rows_over_the_whole_stream_is_read_as_one_shard(
     seen += run(resumed)
     assert sorted(str(row) for batch in seen for row in batch) == sorted(expected)
     assert f"{step} counts rows over the whole stream" in resumed.notes[-1]
+
+
+BY_ROW: dict[str, Any] = {
+    "select_columns": lambda s: s.select_columns(["n"]),
+    "remove_columns": lambda s: s.remove_columns("text"),
+    "rename_column": lambda s: s.rename_column("text", "t"),
+    "rename_columns": lambda s: s.rename_columns({"text": "t"}),
+    "cast_column": lambda s: s.cast_column("n", value("float32")),
+    "cast": lambda s: s.cast(s.features | {"n": value("int32")}),
+    "decode": lambda s: s.decode(False),
+    "decode in threads": lambda s: s.decode(num_threads=2),
+    "map(remove_columns=)": lambda s: s.map(lambda row: {"m": row["n"]}, remove_columns=["n"]),
+    "map(input_columns=)": lambda s: s.map(lambda n: {"m": n}, input_columns="n"),
+    "map in batches": lambda s: s.map(lambda rows: rows, batched=True),
+    "map in arrow": lambda s: s.with_format("arrow").map(lambda t: t, batched=True, batch_size=4),
+    "filter in batches": lambda s: s.filter(lambda rows: [True] * len(rows["n"]), batched=True),
+    "repeat": lambda s: s.repeat(2),
+    "several": lambda s: s.rename_column("n", "m").filter(lambda r: r["m"] % 2).remove_columns("m"),
+}
+
+
+def value(dtype: str) -> Any:
+    datasets: Any = importlib.import_module("datasets")
+    return datasets.Value(dtype)
+
+
+def texts_of(rows: Any) -> list[str]:
+    return sorted(f"{type(row)} {row}" for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("step", BY_ROW)
+def test_what_treats_each_row_alone_is_done_by_shard(
+    step: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = write(kind, tmp_path)
+    stream = open_stream(kind, paths)
+    if stream.features is None:
+        stream = stream.cast(
+            importlib.import_module("datasets")
+            .load_dataset(
+                "json", data_files=paths, split="train", cache_dir=str(tmp_path / "cache")
+            )
+            .features
+        )
+    stream = BY_ROW[step](stream)
+    loader = anyrank.ElasticLoader.from_iterable(
+        stream, global_batch=12, microbatch=3, collate_fn=list
+    )
+    rows = [row for batch in run(loader) for row in batch]
+    assert texts_of(rows) == texts_of(stream)
+    assert f"of {12 if kind == 'parquet' else 3} shards" in loader.receipts[0].verdict
+    assert not loader.notes
+    assert "whole stream" not in caplog.text
+
+
+@pytest.mark.parametrize("form", [None, "python", "torch", "numpy", "arrow", "pandas"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_have_the_types_that_the_stream_gives(form: Any, num_workers: int) -> None:
+    datasets: Any = importlib.import_module("datasets")
+    columns = {"n": [*range(9)], "f": [0.5] * 9, "text": ["a"] * 9, "v": [[1, 2]] * 9}
+    stream = datasets.Dataset.from_dict(columns).to_iterable_dataset(3).with_format(form)
+    loader = anyrank.ElasticLoader.from_iterable(
+        stream, global_batch=4, microbatch=2, collate_fn=list, num_workers=num_workers
+    )
+
+    def described(row: Any) -> str:
+        if not isinstance(row, dict):
+            return f"{type(row)} {row.shape} {row}"
+        return str([(k, type(v), getattr(v, "dtype", None), str(v)) for k, v in row.items()])
+
+    rows = [row for batch in run(loader) for row in batch]
+    assert sorted(map(described, rows)) == sorted(map(described, stream))
 
 
 def test_streams_that_mix_or_divide_their_rows_are_refused(tmp_path: Path, datasets: Any) -> None:

@@ -28,8 +28,9 @@ DIVIDED = (
     "call; the loader divides it"
 )
 # Steps that call no function of the user's, so that nothing is drawn.
-PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Formatted", "Skip", "Take"}
-KEEPING = {"Examples", "Arrow", "Rebatched", "SelectColumns", "Formatted"}  # and keep all rows
+PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Columns", "Formatted", "Skip", "Take"}
+KEEPING = {*PLAIN, "Examples"} - {"Skip", "Take"}  # and keep all rows
+COLUMNS = {"identity_func", "_rename_columns_fn"}  # of remove_columns and rename_column
 WHOLE = "the whole stream"
 
 
@@ -45,7 +46,7 @@ class Parts:
         self.dataset, self.num_shards = dataset, num_shards
 
     def __call__(self, name: str) -> Iterator[Any]:
-        return _rows_of(self._part(name))
+        return iter(self._part(name))
 
     def _part(self, name: str) -> Any:
         if name == WHOLE:
@@ -60,14 +61,7 @@ class SkippingParts(Parts):
 
     def __call__(self, name: str, start: int = 0) -> Iterator[Any]:
         part = self._part(name)
-        return _rows_of(part.skip(start) if start else part)
-
-
-def _rows_of(part: Any) -> Iterator[Any]:
-    if hasattr(part, "iter"):
-        # A plain iteration of `datasets` has its own way to divide rows among workers.
-        return ({k: v[0] for k, v in batch.items()} for batch in part.iter(batch_size=1))
-    return iter(part)
+        return iter(part.skip(start) if start else part)
 
 
 def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
@@ -85,7 +79,7 @@ def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
             "ElasticLoader.from_shards(shards, read)"
         )
     chain = [*_chain_of(getattr(dataset, "_ex_iterable", None))]
-    names = [type(step).__name__.partition("ExamplesIterable")[0] or "Examples" for step in chain]
+    names = [*map(_name_of, chain)]
     for name in names:
         if why := next((text for word, text in REFUSED.items() if word in name), None):
             raise ValueError(f"this {kind} cannot be read by shards ({name}): {why}")
@@ -136,9 +130,30 @@ def _chain_of(step: Any) -> Iterator[Any]:
             yield from _chain_of(source)
 
 
+def _name_of(step: Any) -> str:
+    """Return the kind of a step; "Columns" if it maps each row by a function of `datasets`."""
+    name = type(step).__name__.partition("ExamplesIterable")[0] or "Examples"
+    return "Columns" if name == "Mapped" and _own_function(step) in COLUMNS else name
+
+
+def _own_function(step: Any) -> str:
+    """Return the name of a step's function if it is one of `datasets`; else nothing.
+
+    `remove_columns`, `rename_column`, `add_column`, `batch` and others call `map` with such.
+    """
+    function = getattr(step, "function", None)
+    function = getattr(function, "func", function)
+    module = getattr(function, "__module__", None) or ""
+    return function.__name__ if module.split(".")[0] == "datasets" else ""
+
+
 def _why_whole(name: str, step: Any) -> str | None:
     """Name what a step does that only has a meaning for the whole stream; None if it is by row."""
-    size = getattr(step, "batch_size", 1)
+    size, own_function = getattr(step, "batch_size", 1), _own_function(step)
+    if own_function.startswith("_batch"):
+        return "batch()"
+    if own_function == "add_column_fn":
+        return "add_column()"
     if name in ("Skip", "Take"):
         return f"{name.lower()}({step.n})"
     if name == "HorizontallyConcatenatedMultiSources":
@@ -149,9 +164,7 @@ def _why_whole(name: str, step: Any) -> str | None:
         return "a batched map(drop_last_batch=True)"
     if getattr(step, "batched", False) and (size is None or size <= 0):
         return "a map of one batch"
-    function = getattr(step, "function", None)
-    module = getattr(getattr(function, "func", function), "__module__", None) or ""
-    return "batch()" if module.split(".")[0] == "datasets" and name == "Mapped" else None
+    return None
 
 
 def _length_of(dataset: Any, names: list[str]) -> int | None:
