@@ -41,6 +41,11 @@ class Never:
         return []
 
 
+class Cuts(Never):
+    def feed(self, row: Any) -> list[Any]:
+        return [anyrank.CUT]
+
+
 def make(data: Any, **options: Any) -> anyrank.ElasticLoader:
     given: dict[str, Any] = {"global_batch": 8, "microbatch": 2, "collate_fn": list}
     return anyrank.ElasticLoader.from_iterable(data, **given | options)
@@ -117,6 +122,7 @@ ENDLESS: dict[str, tuple[Any, Any, str]] = {
         "Buckets made no sample",
     ),
     "a filter": (Rows(9), Never(), r"shard '0 of 1' .*Never made no sample"),
+    "cuts alone": (Rows(9), Cuts(), "Cuts made no sample"),
     "no rows": (Rows(9, 0), None, r"shard '1 of 2' \(number 1\) has no row.*leave it out"),
     "a mixture": (
         {"a": Rows(9), "b": Rows(9, 1)},

@@ -275,10 +275,11 @@ class Lane:
         samples = self._feed(passed, row, rows, is_read_again)
         self._num_newest = len(samples)
         if samples:
-            self._barren_from, self._num_held = passed + 1, 0
             self._pieces.append((self._newest, len(samples)))
-            if self.transform is not None:
-                self._num_cuts += sum(sample is CUT for sample in samples)
+            cuts = 0 if self.transform is None else sum(sample is CUT for sample in samples)
+            if cuts < len(samples):
+                self._barren_from, self._num_held = passed + 1, 0
+            self._num_cuts += cuts
             self._samples += samples
         if is_read_again:
             self._give(before.num_given)
