@@ -154,3 +154,20 @@ def test_a_resume_with_other_keys_is_refused() -> None:
     run(read, 2)
     with pytest.raises(CheckpointError, match="data position"):
         make(Pictures(100)).load_state_dict(read.state_dict())
+
+
+def test_a_resume_with_other_keys_says_so() -> None:
+    def make_keyed(count: int, **options: Any) -> anyrank.ElasticLoader:
+        given: dict[str, Any] = {"global_batch": 4, "microbatch": 2} | options
+        keys = [n % count for n in range(50)]
+        buckets = anyrank.Buckets("b")
+        return anyrank.ElasticLoader([{"b": 0}] * 50, transform=buckets, keys=keys, **given)
+
+    state = make_keyed(3).state_dict()
+    with pytest.raises(anyrank.CheckpointError, match=r"the order 'buckets-v1 .*the run's keys=,"):
+        make_keyed(2).load_state_dict(state)
+    with pytest.raises(anyrank.CheckpointError, match="shuffle=True, here it is False: give shuf"):
+        make_keyed(3, shuffle=False).load_state_dict(state)
+    plain = anyrank.ElasticLoader(range(50), global_batch=4, microbatch=2)
+    with pytest.raises(anyrank.CheckpointError, match="keys=, and the loader a dataset: give the"):
+        plain.load_state_dict(state)
