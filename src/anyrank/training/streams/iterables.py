@@ -141,7 +141,7 @@ def _own_function(step: Any) -> str:
 
     `remove_columns`, `rename_column`, `add_column`, `batch` and others call `map` with such.
     """
-    function = getattr(step, "function", None)
+    function: Any = getattr(step, "function", None)
     function = getattr(function, "func", function)
     module = getattr(function, "__module__", None) or ""
     return function.__name__ if module.split(".")[0] == "datasets" else ""
