@@ -71,6 +71,15 @@ class Few(Parts):
         return (torch.tensor([index, n / 9, 1.0]) for n in range(9 + index))
 
 
+class Sparse(Parts):
+    """Rows in every fifth shard alone, so that a step's lanes may all be without one."""
+
+    num_shards = 20
+
+    def shard(self, *, num_shards: int, index: int) -> Iterator[Any]:
+        return (torch.tensor([index / 9, n / 9, 1.0]) for n in range(9 * (index % 5 == 0)))
+
+
 class Late:
     """Holds three rows, and draws for each when it comes, and at the end."""
 
@@ -105,6 +114,9 @@ def make(kind: str, **options: Any) -> anyrank.ElasticLoader:
         return anyrank.ElasticLoader.from_iterable(
             parts, mix={"a": 3, "b": 1}, until="all", **given
         )
+    if kind == "sparse":
+        parts = {"a": Sparse(), "b": Sparse()}
+        return anyrank.ElasticLoader.from_iterable(parts, mix={"a": 1, "b": 1}, **given)
     if kind == "few":  # fewer shards than ranks: one lane is read by several
         return anyrank.ElasticLoader.from_shards([6, 9, 2], read_from, **given)
     function = document if kind == "pack" else read
@@ -176,6 +188,7 @@ def run(size: int, *args: Any) -> tuple[dict[tuple[int, int], Any], list[Any], s
         ("drawn", {"num_workers": 1}),
         ("endless", {"endless": True, "exact": True, "num_workers": 1}),
         ("mixed", {"exact": True, "num_workers": 2}),
+        ("sparse", {"exact": True, "num_workers": 1}),
         ("few", {"exact": True, "num_workers": 1}),
     ],
     ids=str,
@@ -192,7 +205,7 @@ def test_killed_on_3_then_2_then_4_ranks_is_as_one_undisturbed(
         seen, found, end = run(size, folder, kind, UNTIL, kill, options)
         assert {key: expected[key] for key in seen} == seen, size
     assert found == receipts
-    if kind in ("endless", "mixed"):
+    if kind in ("endless", "mixed", "sparse"):
         assert len(receipts) == (0 if kind == "endless" else len(receipts))
     else:
         text = "each row that was read, once: 148 rows of 12 shards"
@@ -228,6 +241,33 @@ def test_what_one_rank_cannot_read_is_every_ranks_error(workers: int, tmp_path: 
     assert name == "RankError"
     for part in ("no such block", "shard 6 (number 6), rows from 32 on, epoch 0", "rank"):
         assert part in text, text
+
+
+def job_barren(workers: int) -> tuple[str, str]:
+    sizes: dict[str, Any] = {"global_batch": 12, "microbatch": 2, "num_workers": workers}
+    pack = anyrank.Pack(4, eos=0)
+    loader = anyrank.ElasticLoader.from_shards(
+        [2, 6, 4, 9],
+        lambda n: document(n) if n != 6 else ({"input_ids": []},),
+        transform=pack,
+        endless=True,
+        **sizes,
+    )
+    model = nn.Embedding(200, 1)
+    try:
+        for step in loader:
+            for batch in step.microbatches(model):
+                step.backward(model(batch["input_ids"]).mean())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_endless_shard_without_samples_is_every_ranks_error(workers: int) -> None:
+    found = run_ranks(3, job_barren, workers)
+    assert len({*found}) == 1
+    assert "shard 6 (number 1) was read from its begin to its end, and Pack made no" in found[0][1]
 
 
 def job_meetings(kind: str, folder: str, workers: int) -> list[list[str]]:
