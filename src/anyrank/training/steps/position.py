@@ -22,8 +22,8 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.fetch import MicrobatchDataset, check_length, request_for
-from anyrank.training.data.order_names import check_kind, check_order
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.training.data.same_settings import compare_settings
 from anyrank.training.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.training.gradients.sync import GradientSync
 from anyrank.training.steps.agreed_batches import Fetcher, OwnBatches, fetch_first
@@ -42,17 +42,6 @@ STATE_VERSION = 1
 WHAT = "comparing the samples"
 KEPT_RECEIPTS = 10  # in a state, to keep it small
 COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
-MUST_AGREE = ("version", "n", "key", "seed", "microbatch", "tail")
-TITLES = {
-    "version": "format version",
-    "n": "a dataset of length",
-    "key": "the dataset key",
-}
-WAYS = {
-    "version": "use the anyrank version that wrote it, or a newer one",
-    "n": "give the dataset of the run, or begin an epoch of this one by skip=['data'], or start "
-    "a new run from its weights",
-}
 
 
 @dataclass(frozen=True)
@@ -105,6 +94,7 @@ class Position:
     """
 
     is_endless = False  # whether there are no epochs
+    must_agree = ("version", "n", "key", "seed", "microbatch", "tail")  # entries of a state
 
     def __init__(
         self,
@@ -390,25 +380,20 @@ class Position:
         Raises:
             CheckpointError, CorruptCheckpoint: as for `ElasticLoader.load_state_dict`.
         """
-        own_state = self.state_dict()
         with reading_record("data position"):
-            check_kind(state_dict["order"], own_state["order"])
-            for name in MUST_AGREE:
-                if state_dict[name] != own_state[name]:
-                    way_out = WAYS.get(name, f"give {name}={state_dict[name]!r}")
-                    raise CheckpointError(
-                        f"data position: the run has {TITLES.get(name, name)} "
-                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: {way_out}"
-                    )
-            check_order(state_dict["order"], own_state["order"])
+            note = self._check_settings(state_dict)
             saved = {name: int(state_dict[name]) for name in COUNTS}
             receipt = Receipt.from_json(state_dict["receipt"])
             if receipt.count != saved["consumed"] or len(state_dict["receipts"]) > KEPT_RECEIPTS:
                 raise ValueError(f"{saved['consumed']} samples were consumed")
-            note = self._batch_note(state_dict["global_batch"], saved["step"])
         if self.exact is not None:
             self.exact.check_saved(state_dict.get("exact") or {})
         return saved, receipt, note
+
+    def _check_settings(self, state_dict: Mapping[str, Any]) -> str | None:
+        """Compare the settings of a state; return the note on another global batch, if any."""
+        compare_settings(state_dict, self.state_dict(), self.must_agree)
+        return self._batch_note(state_dict["global_batch"], int(state_dict["step"]))
 
     def _batch_note(self, saved: int, step: int) -> str | None:
         """The entry in `notes` for a different global batch; an error if it is not allowed."""

@@ -19,7 +19,6 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
-from anyrank.training.data.order_names import check_kind, check_order
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.training.random_state.generators import kept
@@ -38,7 +37,6 @@ log = logging.getLogger("anyrank.data")
 
 BLOCKS_NOTED = 1000  # most before they are summed up, which takes some 100 us
 CHANGES_NOTED = 20  # in an epoch
-TITLES = {"version": "format version", "key": "the dataset key"}
 # For a block: its microbatch, its samples, its changes, and for a lane's last one its place.
 Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
 
@@ -113,6 +111,8 @@ class StreamPosition(Position):
         changed: rows of the epoch that had changed when they were read again, as sentences.
         verdicts: verdicts on finished epochs.
     """
+
+    must_agree = ("version", "key", "seed", "microbatch", "tail")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -410,27 +410,17 @@ class StreamPosition(Position):
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
-        own_state = self.state_dict()
         with reading_record("data position"):
-            check_kind(state_dict["order"], own_state["order"])
-            check_order(state_dict["order"], own_state["order"])
-            for name in ("version", "key", "seed", "global_batch", "microbatch", "tail"):
-                if state_dict[name] != own_state[name]:
-                    raise CheckpointError(
-                        f"data position: the run has {TITLES.get(name, name)} "
-                        f"{state_dict[name]!r}, here it is {own_state[name]!r}: give the run's "
-                        "value, which works on any number of ranks, or start a new run from its "
-                        "weights"
-                    )
+            self._check_settings(state_dict)
             saved = {name: int(state_dict[name]) for name in COUNTS}
             receipt = Receipt.from_json(state_dict["receipt"])
             deal = Deal.from_json(state_dict["deal"], self.constants, saved["epoch"])
             if len(state_dict["receipts"]) > KEPT_RECEIPTS:
                 raise ValueError(f"{len(state_dict['receipts'])} receipts")
             notes = self._compare_shards(deal, state_dict["digests"], bool(receipt.count))
-            if state_dict["mix"] != own_state["mix"]:
+            if state_dict["mix"] != self.streams.mix:
                 notes.append(
-                    f"from step {saved['step']} on the mix is {own_state['mix']}, before it was "
+                    f"from step {saved['step']} on the mix is {self.streams.mix}, before it was "
                     f"{state_dict['mix']}"
                 )
         if self.exact is not None:

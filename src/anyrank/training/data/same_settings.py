@@ -1,6 +1,9 @@
-"""The names of orders in checkpoints, and what differs between two of them, for an error."""
+"""The settings of a loader that a resume must find again, and what differs, for an error."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.training.data.order import IDENTITY_NAME
@@ -14,9 +17,38 @@ KINDS = {
     "weighted": ("a dataset with weights=", "weights="),
 }
 PLAIN = ("a dataset", "shuffle=")
+TITLES = {"version": "format version", "n": "a dataset of length", "key": "the dataset key"}
+WAYS = {
+    "version": "use the anyrank version that wrote it, or a newer one",
+    "n": "give the dataset of the run, or begin an epoch of this one by skip=['data'], or start "
+    "a new run from its weights",
+}
 
 
-def check_kind(saved: str, own: str) -> None:
+def compare_settings(
+    saved: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[str]
+) -> None:
+    """Compare the settings in the states of a run and of a loader.
+
+    Args:
+        saved, own: states of the run and of the loader.
+        names: entries, beside "order", that must agree.
+
+    Raises:
+        CheckpointError: one of them differs.
+    """
+    _check_kind(saved["order"], own["order"])
+    for name in names:
+        if saved[name] != own[name]:
+            way_out = WAYS.get(name, f"give {name}={saved[name]!r}")
+            raise CheckpointError(
+                f"data position: the run has {TITLES.get(name, name)} {saved[name]!r}, here it is "
+                f"{own[name]!r}: {way_out}"
+            )
+    _check_order(saved["order"], own["order"])
+
+
+def _check_kind(saved: str, own: str) -> None:
     """Raise CheckpointError if the order of a run is of another kind of data than a loader's."""
     (kind, _), (own_kind, _) = _kind_of(saved), _kind_of(own)
     if kind != own_kind:
@@ -26,7 +58,7 @@ def check_kind(saved: str, own: str) -> None:
         )
 
 
-def check_order(saved: str, own: str) -> None:
+def _check_order(saved: str, own: str) -> None:
     """Raise CheckpointError if the order of a run differs from a loader's, of the same kind."""
     if saved == own:
         return
