@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py                # 200 kills, about 20 minutes; results/soak.json
     python benchmarks/soak.py --kills 10
+    python benchmarks/soak.py --ranks 17 20 --kills 40  # a tree of two levels
 
 A run of two epochs lives on: each of its lives has 1 to 4 ranks, no wrapper, DDP or FSDP2, a worker
 a rank or none, saves in the background or not, and ends by SIGKILL of one rank or of all, at a
@@ -48,14 +49,14 @@ class Samples(torch.utils.data.Dataset[Any]):
         return rows * (1 + 0.1 * torch.rand(()))
 
 
-def live(folder: str, kind: str, workers: int, background: bool) -> str:
+def live(folder: str, batch: int, kind: str, workers: int, background: bool) -> str:
     """Go on with the run to its end, unless a kill comes before; returns the digest."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(5, 13), nn.GELU(), nn.Dropout(0.1), nn.Linear(13, 3))
     net = wrapped(kind, net, net[:1])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    sizes: dict[str, Any] = {"global_batch": 10, "microbatch": 2, "num_workers": workers}
+    sizes: dict[str, Any] = {"global_batch": batch, "microbatch": 2, "num_workers": workers}
     loader = anyrank.ElasticLoader(Samples(), **sizes, seed=3, exact=True)
     state = anyrank.TrainState(net, optimizer, scheduler=scheduler, data=loader)
     with anyrank.Checkpoints(folder, state, every=1, background=background) as ckpts:
@@ -71,9 +72,14 @@ def live(folder: str, kind: str, workers: int, background: bool) -> str:
     return digest_of(net, optimizer, repr(scheduler.get_last_lr()).encode())
 
 
-def draw_life(draw: random.Random) -> tuple[int, str, int, bool, list[Fault]]:
+def batch_for(sizes: list[int]) -> int:
+    """The global batch, of which the most ranks get a microbatch each."""
+    return max(10, 2 * max(sizes))
+
+
+def draw_life(draw: random.Random, sizes: list[int]) -> tuple[int, str, int, bool, list[Fault]]:
     """Ranks, wrapper, workers of a rank, whether saves are in the background, and the kills."""
-    size = draw.randint(1, 4)
+    size = draw.randint(*sizes)
     kind = "plain" if size == 1 else draw.choice(["ddp", "fsdp"])
     event, nth = draw.choice(EVENTS), draw.randint(1, MOST_PASSAGES)
     victims = [*range(size)] if draw.random() < 0.5 else [draw.randrange(size)]
@@ -81,15 +87,19 @@ def draw_life(draw: random.Random) -> tuple[int, str, int, bool, list[Fault]]:
     return size, kind, draw.randint(0, 1), draw.random() < 0.5, kills
 
 
-def end_run(pool: RankPool, folder: Path, draw: random.Random) -> tuple[set[str], list[Run]]:
+def end_run(
+    pool: RankPool, folder: Path, draw: random.Random, sizes: list[int]
+) -> tuple[set[str], list[Run]]:
     """A run to its end: the ranks' digests there, and its lives that were killed."""
     killed: list[Run] = []
     while True:
-        size, *options, kills = draw_life(draw)
+        size, *options, kills = draw_life(draw, sizes)
         names = ("kind", "workers", "background")
         life = {"ranks": size, **dict(zip(names, options, strict=True)), "of": len(kills)}
         try:
-            pool.run(size, live, str(folder), *options, faults=kills, grace=GRACE_SEC)
+            pool.run(
+                size, live, str(folder), batch_for(sizes), *options, faults=kills, grace=GRACE_SEC
+            )
         except FaultNotReached as whole:  # the life ended before its kills
             return {*whole.results}, killed
         except RanksFailed as failure:  # the survivors of a killed rank raise, each its own error
@@ -104,11 +114,12 @@ def end_run(pool: RankPool, folder: Path, draw: random.Random) -> tuple[set[str]
 def measure(options: argparse.Namespace, _: Launcher) -> Run:
     """Kills until there are enough, and the runs that ended with other bits."""
     draw = random.Random(options.seed)
-    with RankPool(4) as pool, tempfile.TemporaryDirectory() as root:
-        expected = pool.run(1, live, str(Path(root, "whole")), "plain", 0, False)[0]
+    with RankPool(max(options.ranks)) as pool, tempfile.TemporaryDirectory() as root:
+        whole = str(Path(root, "whole"))
+        expected = pool.run(1, live, whole, batch_for(options.ranks), "plain", 0, False)[0]
         runs, wrong, killed = 0, 0, list[Run]()
         while len(killed) < options.kills:
-            digests, lives = end_run(pool, Path(root, str(runs)), draw)
+            digests, lives = end_run(pool, Path(root, str(runs)), draw, options.ranks)
             runs, killed = runs + 1, killed + lives
             wrong += digests != {expected}
             tell("a run ended", {"kills": len(lives), "same bits": digests == {expected}})
@@ -120,4 +131,4 @@ def measure(options: argparse.Namespace, _: Launcher) -> Run:
 if __name__ == "__main__":
     import soak  # the ranks import its jobs by this name
 
-    bench.main("soak", soak.measure, kills=200, seed=0)
+    bench.main("soak", soak.measure, choices=["ranks"], kills=200, seed=0, ranks=[1, 4])
