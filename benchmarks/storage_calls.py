@@ -82,15 +82,15 @@ def count_requests(path: str) -> None:
     """Write this rank's requests into a file when it ends."""
     import atexit
 
-    from aiobotocore.client import AioBaseClient
+    from aiobotocore.endpoint import AioEndpoint
 
-    call: Any = AioBaseClient._make_api_call
+    make_request: Any = AioEndpoint.make_request
 
-    async def counted(self: Any, operation: str, parameters: Any) -> Any:
-        REQUESTS.append(operation)
-        return await call(self, operation, parameters)
+    async def counted(self: Any, operation: Any, request: Any) -> Any:
+        REQUESTS.append(operation.name)
+        return await make_request(self, operation, request)
 
-    AioBaseClient._make_api_call = counted
+    AioEndpoint.make_request = counted
     atexit.register(lambda: Path(path).write_text(json.dumps(REQUESTS), encoding="utf-8"))
 
 

@@ -245,7 +245,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             20,
             [
                 "rank 1 waits in all_gather at /u/train.py:20",
-                "ranks 0, 2, 3 wait in all_reduce at /u/train.py:10 main since 61 s",
+                "ranks 0, 2, 3 wait in all_reduce at /u/train.py:10 main, for 61 s",
             ],
         ),
     ),
@@ -337,7 +337,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             12,
             [
                 "rank 0 called all_gather #7 at /u/train.py:12 main; ranks 1, 2 called all_reduce "
-                "#7 at /u/train.py:26 main and wait there since 61 s",
+                "#7 at /u/train.py:26 main and wait there, for 61 s",
                 "now at /u/train.py:30 main",
             ],
         ),
@@ -532,7 +532,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             12,
             [
                 "anyrank: rank 0 called all_gather #7 at /u/train.py:12 main; ranks 1, 2 wait in "
-                'anyrank\'s agreement "completing the step" at /u/train.py:26 main since 61 s'
+                'anyrank\'s agreement "completing the step" at /u/train.py:26 main, for 61 s'
             ],
         ),
     ),
