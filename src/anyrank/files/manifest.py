@@ -186,7 +186,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def data_name(rank: int) -> str:
-    """The file with what a rank wrote, as DCP names it, which its readers expect."""
+    """Name a rank's data file as DCP does, because DCP's readers expect that name."""
     return f"__{rank}_0.distcp"
 
 

@@ -1,8 +1,8 @@
 """anyrank inside other people's training loops.
 
 A module is imported by its name, such as `anyrank.integrations.lightning`, and imports its
-framework, which the user has. It uses the public names of anyrank, and agreements of the ranks
-(`world`).
+framework, which the user has. It uses the public names of anyrank, agreements of the ranks
+(`world`), and what `models` judges about adapters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Weights of a live model into another one, in another layout: `sync`.
 
-It may import `loading` and the wings below it.
+A script enters it by `sync`, and `load` where its source is live. It may import `loading` and the
+wings that `loading` may import.
 """

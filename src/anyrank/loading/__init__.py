@@ -1,4 +1,5 @@
 """Puts weights into a model: read, pass on between ranks, put in place, verify.
 
-`load`, `plan`, `materialize` and a resume enter it. It may import `models` and the wings below.
+A script enters it by `load`, `plan` and `materialize`; `live`, `runs` and `tools` do too. It may
+import `models`, `sources`, `world`, `files` and `tensors`.
 """

@@ -81,7 +81,8 @@ def load(
             parts must have no hole and no overlap.
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
             exchange them; "scatter": one rank reads and sends each rank its rows; "auto" decides.
-        buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES.
+        buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES, for a
+            model on CUDA ANYRANK_CUDA_BUFFER_BYTES.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
             Default: all, or this process alone if no group is initialised.
         progress: True, False, or called with (bytes done, bytes in all) on the first rank.

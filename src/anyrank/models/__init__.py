@@ -1,4 +1,5 @@
 """One rank's model: its tensors, and the parts of a source that fill them.
 
-`loading`, `live`, `training` and `runs` enter it. It may import `sources` and the wings below.
+Every wing that knows a model enters it: `loading`, `live`, `runs`, `tools`, `watching`. It may
+import `sources`, `world`, `files` and `tensors`.
 """

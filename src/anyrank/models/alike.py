@@ -63,7 +63,7 @@ def check_alike(
     lacks = "no further tensor"
     raise error(
         f"{title}: rank {first.ranks[0]} has {text or lacks}, rank {other.ranks[0]} has "
-        f"{other_text or lacks}: build them alike on all ranks"
+        f"{other_text or lacks}: build the same model on all ranks"
     )
 
 

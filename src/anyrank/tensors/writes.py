@@ -32,7 +32,7 @@ class PlannedTensor:
         shape: global shape.
         itemsize: bytes of an element.
         spread: its layout on the ranks.
-        by_first: whether the first of its holders writes it, whole: ranks may hold other values.
+        by_first: whether the first holder of each part writes all of it, because holders may differ.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,6 @@
-"""Commands on checkpoints, in one process: `convert`, `inspect`, `diff`, `verify`.
+"""Commands on checkpoints: `convert`, `inspect`, `diff`, `verify`. They run in one process, but for
+`convert` of a live model, which all ranks call.
 
-It may import `runs` and the wings below.
+A script or `cli` enters it. It may import `runs`, `live`, `loading` and what these may import, but
+not `training`.
 """

@@ -1,4 +1,5 @@
 """Observes a job: `watch`, `check`, and which rank is slow.
 
-It may import `training` and the wings below.
+A script enters it by `watch`, and `cli`. It may import `training`, `live`, `loading` and the wings
+that these may import.
 """

@@ -49,7 +49,9 @@ def agree_on_run(
 
 
 def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:
-    """Refuse to save within a step, or beside another writer of the folder. Any rank."""
+    """Take the run's lock on the first rank; refuse to save within a step, or beside another writer
+    of the folder. Any rank.
+    """
     check_boundary(state)
     if ranks.index == 0:
         lock.take(lambda: folder.check_run(state.run))

@@ -114,7 +114,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     Args:
         state: the state to save.
         ranks: all ranks that hold it.
-        check: raises an error if this rank must not save for another reason; takes the lock.
+        check: makes this rank the writer (takes the lock), or raises.
 
     Raises:
         CheckpointError: something cannot be saved, or ranks differ in what must be equal.

@@ -22,7 +22,8 @@ def plan_writes(
         tensors: tensors as this rank holds them, in the same order on all ranks.
         spreads: layout of each on the ranks.
         size: number of ranks.
-        by_first: names of tensors that the first holder writes, whole: those that may differ.
+        by_first: names of tensors of which the first holder of each part writes all of it, because
+            they may differ between holders.
     """
     planned = [
         PlannedTensor(tensor.shape, tensor.dtype.itemsize, spread, tensor.name in by_first)

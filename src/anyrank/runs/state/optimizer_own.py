@@ -87,7 +87,7 @@ def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 def has_own_methods(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's `state_dict()` is more than torch's own."""
+    """Return whether an optimizer overrides `state_dict()`, or has hooks on saving or loading it."""
     return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
 
 

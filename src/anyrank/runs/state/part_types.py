@@ -29,7 +29,8 @@ class PartState:
     Attributes:
         record: JSON; `agreement` says how it may differ between the ranks.
         tensors: tensors that the ranks hold together; the same list on all of them.
-        own_tensors: tensors that only this rank holds; their names end with the rank.
+        own_tensors: plain tensors that are saved with this rank's record, or once if all ranks have
+            the same; their names end with the rank.
         beside_shards: those of `own_tensors` that all ranks may hold equal, by name without rank:
             an optimizer's, if nothing shows that they are shares of a parameter's.
         aliases: other name -> name, of tied tensors.
@@ -140,7 +141,7 @@ def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) 
 
 
 def own_name(where: str, index: int) -> str:
-    """Name a tensor that only the rank of this index holds."""
+    """Name a plain tensor by the index of the rank that writes it."""
     return f"{where}@{index:05d}"
 
 
