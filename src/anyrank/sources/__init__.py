@@ -1,4 +1,5 @@
 """The origins of weights: files, folders, runs and other tools' checkpoints; without a model.
 
-`models`, `loading`, `live`, `runs`, `tools` and `cli` enter it. It may import `tensors` and `files`.
+`models`, `loading`, `live`, `runs`, `tools` and `cli` enter it. It may import `tensors` and
+`files`.
 """

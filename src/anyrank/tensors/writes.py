@@ -32,7 +32,7 @@ class PlannedTensor:
         shape: global shape.
         itemsize: bytes of an element.
         spread: its layout on the ranks.
-        by_first: whether the first holder of each part writes all of it, because holders may differ.
+        by_first: whether the first holder of each part writes it, because holders may differ.
     """
 
     shape: tuple[int, ...]

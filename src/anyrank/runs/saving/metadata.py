@@ -91,7 +91,7 @@ def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> b
 
 
 def _find_same(folder: RunFolder, name: str, digest: bytes, rest: Callable[[], None]) -> str | None:
-    """Find the `.metadata` of one of the newest other steps, if its plan and its bytes are right."""
+    """Find a `.metadata` of the same plan, undamaged, among the newest other steps."""
     others = [step.name for step in folder.whole_steps() if step.name != name]
     for other in others[:LOOKED_AT]:
         path = join_path(folder.join(other), METADATA)

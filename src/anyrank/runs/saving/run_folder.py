@@ -40,8 +40,8 @@ MIN_KEPT = 2  # the newest may turn out damaged
 
 
 class RunFolder:
-    """The folder of one run. Only the first rank changes it; each rank writes its own files of a step
-    by `write_share`, and any rank may read.
+    """The folder of one run. Only the first rank changes it by these methods; each rank writes its
+    own files of a step by `write_share`, and any rank may read.
 
     Attributes:
         path: the path as the user gave it, for messages.

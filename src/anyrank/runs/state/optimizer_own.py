@@ -87,7 +87,7 @@ def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 def has_own_methods(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer overrides `state_dict()`, or has hooks on saving or loading it."""
+    """Return whether an optimizer overrides `state_dict()`, or has hooks on its saves or loads."""
     return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
 
 

@@ -2,8 +2,8 @@
 
 A table is everything that a checkpoint keeps under one name: `model`, `ema`, `optimizer`. A table
 out of which the caller's `rename=` takes names comes first; then the tables whose keys are names of
-the model; then the first of the known tables (`NESTED` of `part_names.py`). Where an entry of `rename=` matches nothing,
-and a known table would be taken instead, the error lists the tables.
+the model; then the first of the known tables (`NESTED` of `part_names.py`). Where an entry of
+`rename=` matches nothing, and a known table would be taken instead, the error lists the tables.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested
 from anyrank.wording import listed
 
-# Formats that transformers writes, always with its file naming, by their names in `FORMATS` of `sources/weight_files.py`. Other
-# formats may hold live names too.
+# Formats that transformers writes, always with its file naming, by their names in FORMATS of
+# weight_files.py. Other formats may hold live names too.
 FILE_NAMED = ("safetensors",)
 # Buffers that are no longer saved; transformers ignores them in files of any model that has some.
 OLD_BUFFERS = (r"rotary_emb\.inv_freq", "position_ids")
