@@ -20,6 +20,7 @@ from anyrank.models.wrappers import (
     Naming,
     Path,
     Registration,
+    is_whole_wrapper,
     is_wrapping,
     plain_of,
 )
@@ -50,6 +51,7 @@ class NamedModule(NamedTuple):
         naming: naming of the library that owns a module of the path, if any.
         frozen: the module passed to `freeze()` that it belongs to, if any: the innermost with its
             own source, else the outermost.
+        is_inner: whether the root only wraps a model, and it belongs to that model.
     """
 
     module: nn.Module
@@ -59,13 +61,15 @@ class NamedModule(NamedTuple):
     path: Path
     naming: Naming | None
     frozen: nn.Module | None
+    is_inner: bool = False
 
     def registration(self, attribute: str) -> Registration:
         """The module's entry for a tensor."""
         name, unwrapped = _join(self.name, attribute), _join(self.unwrapped, attribute)
         aliases = self.naming.aliases(name, unwrapped, self.path) if self.naming else ()
         raw = _join(self.raw, attribute)
-        return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path)
+        inner = name.removeprefix("module.") if self.is_inner else ""
+        return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path, inner)
 
 
 def find_modules(model: nn.Module) -> list[NamedModule]:
@@ -80,7 +84,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
     pending = [NamedModule(model, "", "", "", (), None, None)]
     namings = [naming for library, naming in NAMINGS.items() if library in sys.modules]
     while pending:
-        module, raw, unwrapped, name, path, naming, frozen = pending.pop()
+        module, raw, unwrapped, name, path, naming, frozen, is_inner = pending.pop()
         children: dict[str, nn.Module | None] = module.__dict__["_modules"]
         if children and any(module is above for above in path):
             continue
@@ -91,7 +95,8 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         _check_class(module, raw, name, frozen)
         path = (*path, module)
         naming = naming or next((known for known in namings if known.owns(module)), None)
-        modules.append(NamedModule(module, raw, unwrapped, name, path, naming, frozen))
+        modules.append(NamedModule(module, raw, unwrapped, name, path, naming, frozen, is_inner))
+        is_inner = is_inner or (name == "" and is_whole_wrapper(module))
         for key, child in reversed(children.items()):
             if child is not None:
                 of_torch = is_wrapping(module, key)
@@ -101,7 +106,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
                     unwrapped if of_torch else _join(unwrapped, key),
                     name if of_torch or not part else _join(name, part),
                 )
-                pending.append(NamedModule(child, *names, path, naming, frozen))
+                pending.append(NamedModule(child, *names, path, naming, frozen, is_inner))
     return modules
 
 

@@ -29,6 +29,7 @@ class Registration(NamedTuple):
         module: the owning module.
         attribute: attribute of the owner.
         path: the modules from the root to the owner, both included.
+        inner: its name in a model of which the root is only a wrapper; "" if the root is none.
     """
 
     raw: str
@@ -38,13 +39,15 @@ class Registration(NamedTuple):
     module: nn.Module
     attribute: str
     path: Path
+    inner: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that a source may have for it, each once, the best first."""
-        if self.raw == self.name and not self.aliases:
+        if self.raw == self.name and not self.aliases and not self.inner:
             return (self.raw,)
-        return tuple(dict.fromkeys((self.raw, self.name, self.unwrapped, *self.aliases)))
+        names = (self.raw, self.name, self.unwrapped, *self.aliases, self.inner)
+        return tuple(dict.fromkeys(filter(None, names)))
 
 
 class Naming(Protocol):
@@ -100,6 +103,14 @@ class ModelTensor(ShardedTensor):
     def flat_names(self) -> list[str]:
         """All names that a source may have for it."""
         return [name for entry in self.registrations for name in entry.names]
+
+
+def is_whole_wrapper(module: nn.Module) -> bool:
+    """Return whether a root only wraps a model, under names that begin with "module.": torch's
+    AveragedModel, timm's ModelEma. Files hold such an average under the model's names too.
+    """
+    has_more = [*module.__dict__["_modules"]] != ["module"] or module.__dict__["_parameters"]
+    return not has_more and not is_wrapping(module, "module")
 
 
 def is_wrapping(module: nn.Module, child: str) -> bool:

@@ -28,7 +28,7 @@ def candidates(key: str) -> Iterator[str]:
         return
     parts = key.split(".")
     plain = [part for part in parts if part not in WRAPPERS]
-    if plain[:1] == ["module"]:
+    while plain[:1] == ["module"]:  # of one wrapper around another: DDP, AveragedModel
         yield ".".join(plain)
         plain = plain[1:]
     yield ".".join(plain)

@@ -144,3 +144,59 @@ def test_lightnings_average_goes_to_the_part_of_its_shapes(
     plain = nn.Linear(3, 2)
     anyrank.load(plain, path)  # weights alone are what evaluates best, as in Lightning
     assert torch.equal(plain.weight, AVERAGED["weight"])
+
+
+class Wrapper(nn.Module):
+    """As timm's ModelEma is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+
+@pytest.mark.parametrize("rename", [None, [("^", "module.")], {"": "module"}])
+@pytest.mark.parametrize("of_average", ["", "module.", "module.module."])
+@pytest.mark.parametrize("of_model", ["", "module."])
+@pytest.mark.parametrize("make", [AveragedModel, Wrapper, lambda model: model])
+def test_the_wrappers_prefix_is_each_parts_own(
+    make: Any, of_model: str, of_average: str, rename: Any, tmp_path: Path
+) -> None:
+    tables = {"state_dict": (of_model, RAW), "state_dict_ema": (of_average, AVERAGED)}
+    named = {
+        table: {prefix + key: value for key, value in values.items()}
+        for table, (prefix, values) in tables.items()
+    }
+    average = make(nn.Linear(3, 2))
+    model, report = begin(file_of(tmp_path, **named), more={"ema": average}, rename=rename)
+    inner = getattr(average, "module", average)
+    assert torch.equal(model.state_dict()["weight"], RAW["weight"])
+    assert torch.equal(inner.state_dict()["weight"], AVERAGED["weight"])
+    assert report.components["model"] == "exact"
+    assert report.components["ema"] == ("derived" if make is AveragedModel else "exact")
+
+
+@pytest.mark.parametrize("fresh", [(), ("n_averaged",), ("*averaged",)])
+@pytest.mark.parametrize("step", [4, None])
+@pytest.mark.parametrize("own", [0, 7])
+def test_an_average_without_a_counter_outlives_the_next_update(
+    own: int, step: int | None, fresh: tuple[str, ...], tmp_path: Path
+) -> None:
+    tables: dict[str, Any] = {"state_dict": RAW, "state_dict_ema": AVERAGED}
+    torch.save(tables | ({"step": step} if step else {}), tmp_path / "last.pth")
+    average = AveragedModel(nn.Linear(3, 2))
+    average.n_averaged.fill_(own)
+    model, report = begin(tmp_path / "last.pth", more={"ema": average}, fresh=fresh)
+    count = own or step or 1
+    assert int(average.n_averaged) == count
+    assert f"n_averaged is {count}, as the checkpoint has none" in report.components["ema"].reason
+    average.update_parameters(model)
+    expected = AVERAGED["weight"] + (RAW["weight"] - AVERAGED["weight"]) / (count + 1)
+    torch.testing.assert_close(average.module.state_dict()["weight"], expected)
+
+
+def test_an_average_that_is_not_in_the_file_still_begins_with_the_weights(tmp_path: Path) -> None:
+    average = AveragedModel(nn.Linear(3, 2))
+    model, report = begin(file_of(tmp_path, state_dict=RAW), more={"ema": average})
+    assert report.components["ema"] == "fresh"
+    average.update_parameters(model)
+    assert torch.equal(average.module.state_dict()["weight"], RAW["weight"])

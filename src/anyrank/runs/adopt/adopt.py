@@ -25,6 +25,7 @@ from anyrank.loading.verify import compare_ties
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.runs.adopt import optimizer as foreign_optimizer
+from anyrank.runs.adopt.averages import is_counter, set_updates, updates_of
 from anyrank.runs.adopt.schedules import MORE, doubts_on_count, in_optimizer_steps, other_kind
 from anyrank.runs.adopt.whose_weights import average_of, doubt_on_weights
 from anyrank.runs.resume.options import ResumeArguments
@@ -124,7 +125,11 @@ def _plan_module(
     """
     inner = state.parts
     ways_out = {kind: text.format(part=[part]) for kind, text in WAYS_OUT.items()}
-    is_fresh = PartSource(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+    names_fresh = PartSource(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
+
+    def is_fresh(name: str) -> bool:
+        return is_counter(name) or names_fresh(name)  # the load sets a counter
+
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways_out=ways_out)
     module, listing = inner.parts[part], source.model(part)
     headers = header_reader(module, path, ranks, known=listing)
@@ -199,11 +204,17 @@ class ForeignStep(ResumeSource):
             return self._absent(part)
         self.used.add(part)
 
+        match = plan.match
+        counters = [name for name in match.missing if is_counter(name) and match.stored]
+        updates = updates_of(module, counters, self.step) if counters else 0
+
         def load() -> int:
             result = fill_from_files(module, plan, ranks, Meter(), None)
+            if counters:
+                set_updates(module, counters, updates)
             return result.moved[ranks.index].read
 
-        return PartMatch(_outcome_of(plan), load=load)
+        return PartMatch(_outcome_of(plan, counters, updates), load=load)
 
     def _absent(self, part: str) -> PartMatch:
         has_none = f"the checkpoint of {self.source.tool} has none"
@@ -337,10 +348,19 @@ class ForeignStep(ResumeSource):
         return notes
 
 
-def _outcome_of(plan: AgreedPlan) -> Outcome:
-    match = plan.match
-    if match.keep and match.missing:
-        return Outcome("derived", in_line("kept, as the checkpoint has none", match.missing))
+def _outcome_of(plan: AgreedPlan, counters: Sequence[str], updates: int) -> Outcome:
+    """Return a module's outcome, with the number that its counters of updates are set to."""
+    match, reasons = plan.match, list[str]()
+    kept = [name for name in match.missing if name not in counters]
+    if kept and match.keep:
+        reasons.append(in_line("kept, as the checkpoint has none", kept))
+    if counters:
+        reasons.append(
+            f"{', '.join(counters)} is {updates}, as the checkpoint has none: at 0 the next update "
+            "would replace the average by the weights"
+        )
+    if reasons:
+        return Outcome("derived", "; ".join(reasons))
     pairs = [(match.tensors[index], stored) for index, stored in match.stored.items()]
     return _outcome([(tensor.layout, tensor.dtype, stored) for tensor, stored in pairs])
 
