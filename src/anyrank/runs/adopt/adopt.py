@@ -6,7 +6,7 @@ describe them, and restored as in `resume`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,12 @@ from anyrank.models.options import LoadOptions
 from anyrank.runs.adopt import optimizer as foreign_optimizer
 from anyrank.runs.adopt.averages import is_counter, set_updates, updates_of
 from anyrank.runs.adopt.schedules import MORE, doubts_on_count, in_optimizer_steps, other_kind
-from anyrank.runs.adopt.whose_weights import average_of, doubt_on_weights
+from anyrank.runs.adopt.whose_weights import (
+    average_of,
+    candidates_for,
+    doubt_on_weights,
+    is_copy_of_model,
+)
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.source import ResumeSource, misfit_text
 from anyrank.runs.state.optimizer import Names, match_optimizer
@@ -91,6 +96,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         source=source,
         skip={*arguments.skip},
         chosen={*(arguments.parts or {})},
+        parts=state.parts.parts,
     )
     for part, value in state.parts.parts.items():
         if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
@@ -154,6 +160,7 @@ class ForeignStep(ResumeSource):
         source: the checkpoint, by its headers.
         skip: names of parts that stay as they are.
         chosen: names of parts for which the user says what is read into them.
+        parts: the parts of the state.
         plans: plans of the modules that are loaded, by part.
         used: names of its parts that are taken over.
         trained: modules with optimizer state of their parameters that is taken over.
@@ -162,6 +169,7 @@ class ForeignStep(ResumeSource):
     source: ForeignCheckpoint
     skip: set[str]
     chosen: set[str]
+    parts: Mapping[str, Any]
     plans: dict[str, AgreedPlan] = field(default_factory=dict[str, AgreedPlan])
     used: set[str] = field(default_factory=set[str])
     trained: set[str] = field(default_factory=set[str])
@@ -173,10 +181,11 @@ class ForeignStep(ResumeSource):
             CheckpointError: it lacks those of the model itself.
         """
         if part not in self.source.weights and part == "model":
+            tables = self.source.tables()
             raise CheckpointError(
                 f"{self.path}: nothing says which weights are the model's; it has those of "
-                f"{self.source.models()}: name the one that the optimizer has trained, as "
-                f"parts={{'model': {next(iter(self.source.weights), 'net')!r}}}"
+                f"{', '.join(tables) or 'none'}: name the one that the optimizer has trained, as "
+                f"parts={{'model': {next(iter(tables), 'net')!r}}}"
             )
         return part in self.source.weights
 
@@ -217,8 +226,32 @@ class ForeignStep(ResumeSource):
         return PartMatch(_outcome_of(plan, counters, updates), load=load)
 
     def _absent(self, part: str) -> PartMatch:
-        has_none = f"the checkpoint of {self.source.tool} has none"
-        return PartMatch(Outcome("fresh", self.source.not_read.get(part, has_none)))
+        """Match a part that the checkpoint has not under its name: say what could be it."""
+        source, parts = self.source, self.parts
+        thing = parts[part]
+        if part in self.chosen:
+            problem = f"{part}: what parts= names for it is no state of a {class_name(thing)}"
+            return PartMatch(Outcome("exact"), problems=[problem])
+        if part in source.not_read:
+            return PartMatch(Outcome("fresh", source.not_read[part]))
+        taken = {*parts, *self.skip}
+        names = [
+            source.keys.get(name, name)
+            for name in candidates_for(thing, source)
+            if name not in taken
+        ]
+        reason = f"the checkpoint of {source.tool} has none"
+        if names:
+            reason = (
+                f"nothing in the checkpoint of {source.tool} is named after it; it has "
+                f"{', '.join(names[:5])}: parts={{{part!r}: {names[0]!r}}} reads that"
+            )
+        if isinstance(thing, nn.Module) and is_copy_of_model(part, parts):
+            reason += (
+                f"; it has the script's initial values: {part}.load_state_dict(model.state_dict()) "
+                "begins an average with the model's"
+            )
+        return PartMatch(Outcome("fresh", reason))
 
     def _optimizer(
         self,

@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from anyrank.models.match import AVERAGED
 from anyrank.runs.state.train_state import TrainState
@@ -33,6 +36,34 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     plain = {key.removeprefix("module."): value for key, value in tensors.items()}
     plain.pop(AVERAGED, None)
     return {key: tuple(value.shape) for key, value in plain.items() if hasattr(value, "shape")}
+
+
+def candidates_for(thing: Any, source: ForeignCheckpoint) -> list[str]:
+    """Name what a checkpoint has of a part's kind; for a schedule what looks like one's state."""
+    if isinstance(thing, nn.Module):
+        return [*source.weights]
+    if isinstance(thing, Optimizer):
+        return [*source.optimizers]
+    names = [name for name in source.states if name not in source.optimizers]
+    if isinstance(thing, LRScheduler):
+        return [name for name in names if "sched" in name or _is_schedule(source.states[name])]
+    return names
+
+
+def _is_schedule(state: Any) -> bool:
+    """Return whether a state has what torch's schedules save."""
+    names = ("last_epoch", "_last_lr", "_schedulers", "num_bad_epochs")
+    return isinstance(state, dict) and any(name in state for name in names)
+
+
+def is_copy_of_model(part: str, parts: Mapping[str, Any]) -> bool:
+    """Return whether a module has the names and shapes of the model, as an average of it has, and
+    would not begin with the model's values by itself, as torch's AveragedModel does.
+    """
+    model, module = parts.get("model"), parts[part]
+    if not isinstance(model, nn.Module) or module is model or isinstance(module, AveragedModel):
+        return False
+    return _shapes(module.state_dict()) == _shapes(model.state_dict())
 
 
 def doubt_on_weights(

@@ -108,11 +108,13 @@ class _Restorer:
     def _compare_settings(self) -> list[str]:
         """Compare the script's settings with those of the saved run; return problems."""
         script, used = self.inner.settings, self.arguments.settings
-        if used == "saved" and script.are_those_of(self.source.settings, self.matched):
+        # A part that the source lacks begins as the script made it, as one in skip= does.
+        filled = {k: part for k, part in self.matched.items() if part.outcome != "fresh"}
+        if used == "saved" and script.are_those_of(self.source.settings, filled):
             return []
         from anyrank.runs.resume.settings.comparison import Comparison
 
-        self.comparison = Comparison(script, self.source.settings, self.matched, used)
+        self.comparison = Comparison(script, self.source.settings, filled, used)
         return self.comparison.problems()
 
     def _unknown_names(self) -> list[str]:

@@ -23,12 +23,14 @@ from anyrank.sources.tools.checkpoint import (
     ForeignCheckpoint,
     ForeignOptimizer,
     count_of,
+    flat,
     is_plain_number,
     optimizer_of,
+    weights_of,
 )
 
 RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")
-CUSTOM = re.compile(r"^(custom_checkpoint_\d+)\.pkl$")
+CUSTOM = re.compile(r"^(custom_checkpoint_(\d+))\.pkl$")
 OPTIMIZER = re.compile(r"^optimizer(?:_(\d+))?\.(?:bin|pt)$")
 SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
 SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.(?:bin|pt)$")
@@ -100,6 +102,7 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
     models = {name: files.add(listing) for name, listing in listings.items()}
     optimizers = _optimizer_files(files, names)
     states: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for name in names:
         if match := SCHEDULER.match(name):
             tree = files.tree(files.named(name))
@@ -107,7 +110,10 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         elif name == "scaler.pt":
             states["scaler"] = files.tree(files.named(name))
         elif match := CUSTOM.match(name):
-            states[match[1]] = files.tree(files.named(name))
+            part, tree = _numbered("registered", match[2]), files.tree(files.named(name))
+            states[part], keys[part] = tree, match[1]
+            if flat(tree):  # the weights of a module, if the object is one
+                models[part] = weights_of(tree)
     ranks = sum(bool(RANDOM.match(name)) for name in names)
     step = next((files.steps_of(optimizer) for optimizer in optimizers.values()), None)
     scheduler = states.get("scheduler")
@@ -133,6 +139,8 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         ranks=ranks or None,
         scheduler_steps=1 if STATE in names else max(ranks, 1),  # the Trainer counts steps
         not_read=not_read,
+        keys=keys,
+        tree={key: states[part] for part, key in keys.items()},
     )
 
 

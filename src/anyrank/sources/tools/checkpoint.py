@@ -13,7 +13,9 @@ import torch
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range, read_whole
+from anyrank.sources.part_names import is_average
 from anyrank.sources.readers import pickles, torch_file
+from anyrank.sources.readers.pickled_tables import extras_of
 from anyrank.sources.tools import shards
 from anyrank.sources.weight_files import saying_what_it_is
 from anyrank.tensors.spec import StoredTensor
@@ -73,6 +75,7 @@ class ForeignCheckpoint:
         optimizer_steps: number of optimizer steps, by the optimizer's state; None if it has no
             count.
         assumed: the assumptions made, in sentences for the report.
+        tree: the checkpoint's own tables, for parts that parts= names inside of them.
     """
 
     tool: str
@@ -92,6 +95,7 @@ class ForeignCheckpoint:
     keys: dict[str, str] = field(default_factory=dict[str, str])
     optimizer_steps: int | None = None
     assumed: list[str] = field(default_factory=list[str])
+    tree: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def for_parts(self, names: Collection[str], chosen: Mapping[str, str]) -> ForeignCheckpoint:
         """Return the checkpoint with its parts named like those of a state.
@@ -99,17 +103,26 @@ class ForeignCheckpoint:
         Args:
             names: names of the state's parts. One that is the tool's own name for a part gets that
                 part.
-            chosen: part of the state -> name of the part here, or the tool's.
+            chosen: part of the state -> name of the part here, or the tool's; one inside of a
+                table, or of a list, is named with dots.
 
         Raises:
             LoadError: there is no such part.
         """
+        weights, optimizers, states = {**self.weights}, {**self.optimizers}, {**self.states}
         own_names = {key: name for name, key in self.keys.items()}
         known = {*self.weights, *self.optimizers, *self.states}
         moves = {key: name for key, name in own_names.items() if key in names and key not in known}
         for part, key in chosen.items():
             moves[part] = own_names.get(key, key)
-            if moves[part] not in known:
+            inner = None if moves[part] in known else _inner(self.tree, key)
+            if inner:
+                states[key] = inner
+                if "param_groups" in inner:
+                    optimizers[key] = optimizer_of(inner, key)
+                elif flat(inner):
+                    weights[key] = weights_of(inner)
+            elif moves[part] not in known:
                 shown = ", ".join(sorted(self.keys.get(name, name) for name in known))
                 raise LoadError(f"parts= names {key!r} for {part}: the checkpoint has {shown}")
         if not moves:
@@ -118,11 +131,21 @@ class ForeignCheckpoint:
         keys |= {part: self.keys.get(name, name) for part, name in moves.items()}
         return replace(
             self,
-            weights=_moved(self.weights, moves),
-            optimizers=_moved(self.optimizers, moves),
-            states=_moved(self.states, moves),
+            weights=_moved(weights, moves),
+            optimizers=_moved(optimizers, moves),
+            states=_moved(states, moves),
             keys={part: key for part, key in keys.items() if part != key},
         )
+
+    def tables(self) -> list[str]:
+        """The names of its tables of weights, the innermost ones, averages last."""
+        names = [
+            inner
+            for name in self.weights
+            for key in (self.keys.get(name, name),)
+            for inner in _tables_in(self.tree.get(key), key) or [key]
+        ]
+        return sorted(names, key=lambda name: (is_average(name), name))
 
     def models(self) -> str:
         """The names of its models, as the tool calls them."""
@@ -138,6 +161,42 @@ class ForeignCheckpoint:
             raise LoadError(f"no weights of {name} here; there are those of {self.models()}")
         files = self.listing.files, self.listing.checksums
         return replace(self.weights[name], files=files[0], checksums=files[1], sums={})
+
+
+def _inner(tree: Any, name: str) -> dict[Any, Any] | None:
+    """The table of this name, with dots, in nested tables and lists; None if there is none."""
+    if isinstance(tree, list) and len(cast("list[Any]", tree)) == 1 and not name:
+        tree = cast("list[Any]", tree)[0]
+    if not name:
+        return cast("dict[Any, Any]", tree) if isinstance(tree, dict) else None
+    if isinstance(tree, list):
+        tree = dict(enumerate(cast("list[Any]", tree)))
+    for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
+        if f"{name}.".startswith(f"{key}."):
+            found = _inner(value, name[len(str(key)) + 1 :])
+            if found is not None:
+                return found
+    return None
+
+
+def _tables_in(tree: Any, name: str) -> list[str]:
+    """The names of the innermost tables of weights, without those of optimizers."""
+    if not isinstance(tree, dict) or "param_groups" in tree:
+        return []
+    table = cast("dict[Any, Any]", tree)
+    if any(isinstance(value, StoredTensor) for value in table.values()):
+        return [name]
+    return [inner for key, value in table.items() for inner in _tables_in(value, f"{name}.{key}")]
+
+
+def weights_of(table: Any) -> Listing:
+    """Weights, and extra state of modules among them."""
+    extras = {
+        key: value
+        for key, value in extras_of(table).items()
+        if not isinstance(table[key], StoredTensor)
+    }
+    return Listing("", (), flat(table), extras=extras)
 
 
 def _moved(table: dict[str, V], moves: Mapping[str, str]) -> dict[str, V]:

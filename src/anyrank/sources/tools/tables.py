@@ -15,7 +15,6 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
 from anyrank.sources.part_names import NESTED
 from anyrank.sources.readers import dcp
-from anyrank.sources.readers.pickled_tables import extras_of
 from anyrank.sources.tools import dcp_state
 from anyrank.sources.tools.checkpoint import (
     Collector,
@@ -25,6 +24,7 @@ from anyrank.sources.tools.checkpoint import (
     flat,
     is_plain_number,
     optimizer_of,
+    weights_of,
 )
 from anyrank.tensors.spec import StoredTensor
 
@@ -36,6 +36,7 @@ OPTIMIZERS = (
 )  # fmt: skip
 SCHEDULERS = (
     "scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict",
+    "schedulers", "lr_sched", "lr_schedule", "sched", "schedule",
 )  # fmt: skip
 SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "MixedPrecision")
 STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_steps")
@@ -94,6 +95,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         LoadError: it contains no weights.
     """
     rest = {str(key): value for key, value in table.items()}
+    tree = {**rest}
     weights: dict[str, Listing] = {}
     not_read: dict[str, str] = {}
     keys: dict[str, str] = {}  # for parts that have another name here
@@ -109,7 +111,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         key = next((key for key in names if flat(rest.get(key))), None)
         if key is not None:
             inner = rest.pop(key)
-            weights[name] = _weights(inner)
+            weights[name] = weights_of(inner)
             keys[name] = key
             averages |= {} if name == "model" else {name: inner}  # its part may not be a module
             if isinstance(rest.get(name), dict):
@@ -142,11 +144,13 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         weights |= {"model": Listing("", (), tensors)} if tensors else {}
         rest = {key: value for key, value in rest.items() if key not in tensors}
     loops: Any = rest.pop("loops", None)
-    for key, value in rest.items():
+    for key, value in _unpacked(rest).items():
         if isinstance(value, dict) and value and not key.startswith(NOT_READ):
             states.setdefault(key, value)
-            if flat(value):  # the weights of a module, if the part is one
-                weights[key] = _weights(cast("dict[Any, Any]", value))
+            if isinstance(value.get("param_groups"), list) and "state" in value:
+                optimizers.setdefault(key, _optimizer(value, f"{path}: {key}"))
+            elif flat(value):  # the weights of a module, if the part is one
+                weights[key] = weights_of(value)
     is_lightning = "pytorch-lightning_version" in rest
     saved_epoch = rest.get("epoch")
     if isinstance(saved_epoch, StoredTensor) and saved_epoch.numel == 1:
@@ -171,23 +175,26 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
         keys={name: key for name, key in keys.items() if name != key},
         optimizer_steps=optimizer_steps,
         assumed=assumed,
+        tree=tree,
     )
+
+
+def _unpacked(rest: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a checkpoint; those in lists by their number, as in `schedules.0`."""
+    tables: dict[str, Any] = {}
+    for key, value in rest.items():
+        if isinstance(value, list):
+            rows = enumerate(cast("list[Any]", value))
+            tables |= {f"{key}.{number}": row for number, row in rows if isinstance(row, dict)}
+        else:
+            tables[key] = value
+    return tables
 
 
 def _has_average(table: dict[str, Any]) -> bool:
     """Return whether Lightning's WeightAveraging has put the average in place of the weights."""
     names = (TRAINED, "state_dict", "averaging_state")
     return all(isinstance(table.get(name), dict) for name in names)
-
-
-def _weights(table: Any) -> Listing:
-    """Weights, and extra state of modules among them."""
-    extras = {
-        key: value
-        for key, value in extras_of(table).items()
-        if not isinstance(table[key], StoredTensor)
-    }
-    return Listing("", (), flat(table), extras=extras)
 
 
 def _take_parts(
