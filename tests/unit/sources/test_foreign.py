@@ -68,7 +68,7 @@ def test_what_is_not_there_is_fresh_with_a_reason(tmp_path: Path) -> None:
     report = begin(tmp_path / "run", tmp_path / "a", state, skip=["scaler"])
     assert report.components["model"] == report.components["optimizer"] == "exact"
     assert report.components["ema"] == "fresh"
-    assert report.components["ema"].reason == "the checkpoint of Accelerate has none"
+    assert report.components["ema"].reason.startswith("the checkpoint of Accelerate has none")
     assert report.components["scaler"] == "skipped"
     assert any("not read: scheduler" in note for note in report.notes)
     assert (state.step, state.run) == (5, None)
