@@ -36,7 +36,6 @@ def play(size: int, count: int, rank: int) -> None:
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from anyrank.files.listing import TensorFill
     from anyrank.files.manifest import RankFiles, index_name
     from anyrank.files.storage import storage_for, write_file
     from anyrank.models.mesh_coordinates import coordinates_of_all
@@ -48,7 +47,7 @@ def play(size: int, count: int, rank: int) -> None:
     from anyrank.runs.saving.run_folder import RunFolder
     from anyrank.sources.rank_index import Placed, RankIndex
     from anyrank.sources.step_index import parse
-    from anyrank.sources.step_listing import Locator, list_shapes
+    from anyrank.sources.step_listing import StepLocator
     from anyrank.sources.torch_zip import ALIGN, wrapped_bytes
 
     stack = contextlib.ExitStack()
@@ -108,16 +107,12 @@ def play(size: int, count: int, rank: int) -> None:
     for ranks in (size, 7):
         wanted: Any = tensors if ranks == size else find_tensors(make_model(ranks))
 
-        def resume(wanted: Any = wanted) -> Locator:
-            parsed = parse(data, "tensors.json", files)
-            shapes = list_shapes(parsed, {})
-            locator = Locator(store, step, files, parsed, {}, rank)
-            fills = [
-                TensorFill(tensor, shapes.tensors[tensor.name], torch.empty(0), shapes, number)
-                for number, tensor in enumerate(wanted)
-            ]
-            locator.read(locator.ranks_for(fills), 1)
-            locator.locate(fills)
+        def resume(wanted: Any = wanted) -> StepLocator:
+            locator = StepLocator(step, files, parse(data, "tensors.json", files), ())
+            shapes = locator.list_shapes().tensors
+            pairs = [(shapes[tensor.name], tensor.pieces) for tensor in wanted]
+            locator.read(locator.ranks_for(pairs), 1)
+            locator.with_chunks(pairs)
             return locator
 
         if rank < ranks:

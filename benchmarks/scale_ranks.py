@@ -156,7 +156,9 @@ def make_parts(meter: Meter, tensors: int, rows: int) -> nn.Module:
 
 
 def run_parts(meter: Meter, tensors: int, folder: str) -> None:
-    """Save such a model with its optimizer, unless other ranks have; resume it; compare values."""
+    """Save such a model with its optimizer, unless other ranks have; resume it, and load the model;
+    compare values.
+    """
     rows = 1024
     whole = torch.arange(rows * 4.0).view(rows, 4).chunk(meter.size)
     expected = whole[meter.rank] if meter.rank < len(whole) else torch.zeros(0, 4)
@@ -194,6 +196,11 @@ def run_parts(meter: Meter, tensors: int, folder: str) -> None:
         value: Any = parameter.detach()
         momentum: Any = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(momentum.to_local(), expected + index)
+        assert torch.equal(value.to_local(), (expected + index) * 0.5)
+    loaded = make_parts(meter, tensors, rows)
+    meter.phase("load of the run", lambda: anyrank.load(loaded, f"{folder}/run"))
+    for index, parameter in enumerate(loaded.parameters()):
+        value = parameter.detach()
         assert torch.equal(value.to_local(), (expected + index) * 0.5)
 
 

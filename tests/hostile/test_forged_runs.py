@@ -154,7 +154,7 @@ def test_a_layout_says_which_ranks_are_looked_at_and_no_more(step: Path, part: l
     laid_out(step)
     assert outcome(step) == ""
     laid_out(step, placement=("intervals", 0, [[part] if part else []]))
-    assert outcome(step) == ("" if part else "refused")
+    assert outcome(step) == ("" if part else "corrupt")
 
 
 @pytest.mark.parametrize(

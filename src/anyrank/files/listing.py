@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from anyrank.tensors.layout import Piece
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.wording import join_first
@@ -108,6 +109,30 @@ class Checksum:
     what: str
 
 
+Wanted: TypeAlias = "tuple[StoredTensor, tuple[Piece, ...]]"  # a tensor, and what is read of it
+
+
+class Locator(Protocol):
+    """Finds the bytes of a step of a run, by the indexes of the ranks that saved it.
+
+    It counts files and tensors as a listing of this step alone.
+    """
+
+    def is_listed(self, stored: StoredTensor) -> bool:
+        """Return True if a tensor is one of the step's, and no part of one or several together."""
+        ...
+
+    def check_same(self) -> None:
+        """Refuse a folder that holds another step here than where it was listed."""
+        ...
+
+    def locate(
+        self, wanted: Sequence[Wanted], threads: int
+    ) -> tuple[list[StoredTensor], tuple[FileInfo, ...], dict[int, str]]:
+        """Return what is wanted with the places of its bytes, and the step's files and `sums`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Listing:
     """The tensors of a source.
@@ -130,6 +155,8 @@ class Listing:
         unread_beside: like `unreadable`, for other tables, by whole keys.
         quantisation: `quantization_config` of the config.json beside the weights.
         adapters: index of a file -> the adapter_config.json beside it, if there is one.
+        locators: index of the first file of a step of a run -> what finds its bytes, if its
+            tensors are listed by their shapes alone (`sources/locate.py`).
     """
 
     format: str
@@ -147,6 +174,7 @@ class Listing:
     unread_beside: dict[str, str] = field(default_factory=dict[str, str])
     quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
     adapters: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    locators: dict[int, Locator] = field(default_factory=dict[int, Locator])
 
     @property
     def nbytes(self) -> int:

@@ -79,6 +79,14 @@ class Manifest:
     generators: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
+    def identity(self) -> tuple[str, int, str]:
+        """The run, the step and the time of the commit, by which copies of a step are recognised.
+
+        A run that went back to an earlier step may save a step of the same number again.
+        """
+        return self.run, self.step, self.written
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Bytes of every file of the step that is listed here, by name."""
         sizes = {name: record.size for name, record in self.files.items()}
@@ -166,6 +174,8 @@ def _manifest(entries: dict[str, Any]) -> Manifest:
         RankFiles(_size(size), FileRecord(_size(index_size), str(checksum)))
         for size, index_size, checksum in entries["ranks"]
     ]
+    if not values["ranks"]:
+        raise ValueError("ranks: are none")
     if len(values["ranks"]) != values["saved_on"]["ranks"]:
         raise ValueError(f"ranks: are {len(values['ranks'])}, and saved_on says otherwise")
     return Manifest(**values)

@@ -16,7 +16,8 @@ from anyrank.files.fingerprints import with_fingerprints
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.models.frozen_parts import FrozenSource, frozen_sources
-from anyrank.sources.source import Source, list_source
+from anyrank.sources.locate import locate_all
+from anyrank.sources.source import Source, list_headers
 from anyrank.world.ranks import Ranks
 
 SMALL_BYTES = 64 << 10  # headers up to this go with the first message; longer ones are broadcast
@@ -88,7 +89,8 @@ def header_reader(
     """
 
     def to_send(source: Source) -> Listing:
-        return list_source(source).without_memory() if ranks.size > 1 else list_source(source)
+        listing = list_headers(source)
+        return listing.without_memory() if ranks.size > 1 else listing
 
     def read() -> Headers:
         listing = None if known else to_send(require_source(source))
@@ -140,6 +142,16 @@ def with_file_fingerprints(headers: Headers) -> Headers:
     """Add fingerprints, by which ranks recognise copies of the files."""
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
+
+
+def with_all_chunks(headers: Headers) -> Headers:
+    """Find the bytes of every tensor of steps of runs, by the indexes of all ranks.
+
+    Raises:
+        LoadError: as for `locate_all`.
+    """
+    listing = None if headers.listing is None else locate_all(headers.listing)
+    return Headers(listing, {key: locate_all(part) for key, part in headers.parts.items()})
 
 
 def require_source(source: Source | None) -> Source:

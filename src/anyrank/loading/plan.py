@@ -24,7 +24,7 @@ from anyrank.models.dialects.transformers.dequantise import check_method, dequan
 from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
-from anyrank.sources.source import Source, check_source, list_source
+from anyrank.sources.source import Source, check_source, list_headers
 from anyrank.tensors.names import Rename
 from anyrank.wording import count
 from anyrank.world.group import Group
@@ -178,7 +178,7 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
         LoadError, UnsafeFile, ValueError, TypeError: as for `load`.
     """
     check_source(source)
-    listing = list_source(source)
+    listing = list_headers(source)
     if dtype is not None:
         check_method(listing)
         listing = dequantised(listing, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,20 +16,23 @@ from anyrank.loading.headers import (
     SourceInfo,
     agreed_reader,
     require_source,
+    with_all_chunks,
     with_file_fingerprints,
 )
 from anyrank.loading.reading import Reading, caches_of, why_own
 from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
-from anyrank.models.frozen_parts import frozen_parts
+from anyrank.models.frozen_parts import FrozenSource, frozen_parts
 from anyrank.models.match import match_model, warn_of_idle
 from anyrank.models.options import LoadOptions
 from anyrank.models.share import default_buffer
 from anyrank.models.tensors import ModelTensor
-from anyrank.sources.source import Source, list_source
+from anyrank.sources.locate import has_remade, locate
+from anyrank.sources.source import Source, list_headers
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.world.alike import Compared, differing, digest_of, join_digests
+from anyrank.world.device import read_threads
 from anyrank.world.failures import describe_texts
 from anyrank.world.ranks import Ranks
 
@@ -68,12 +71,14 @@ class _MatchSummary:
         inventory: inventory of its tensors; of what fills them, and of each frozen part whose hash
             is known.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
+        needs_all_chunks: whether it cannot be planned by names and shapes alone.
         buffer_bytes: staging memory that it would use.
     """
 
     inventory: Inventory
     has_meta_buffers: bool
     has_real_tensors: bool
+    needs_all_chunks: bool
     buffer_bytes: int
 
     def join(self, others: _MatchSummary) -> _MatchSummary:
@@ -82,6 +87,7 @@ class _MatchSummary:
             join_digests(self.inventory, others.inventory),
             self.has_meta_buffers or others.has_meta_buffers,
             self.has_real_tensors or others.has_real_tensors,
+            self.needs_all_chunks or others.needs_all_chunks,
             # Ranks exchange blocks of one size, so the least memory of any rank counts for all.
             min(self.buffer_bytes, others.buffer_bytes),
         )
@@ -112,15 +118,74 @@ def plan_load(
     first = agreed_reader(info, ranks)
     headers = info.headers if first == ranks.ranks[0] else None
     are_copies = len(info.locations) > 1
+
+    def recognised(headers: Headers) -> Headers:
+        return with_file_fingerprints(headers) if are_copies else headers
+
+    def plan_by(headers: Headers) -> tuple[AgreedPlan, bool]:
+        listing = known or headers.listing
+        assert listing is not None
+        return _plan(model, source, ranks, options, info, listing, headers.parts)
+
     if headers is None or are_copies:
+        headers = ranks.run_on_one("reading the headers", lambda: recognised(read_headers()), first)
+    plan, needs_all_chunks = plan_by(headers)
+    if needs_all_chunks:
 
-        def read() -> Headers:
-            return with_file_fingerprints(read_headers()) if are_copies else read_headers()
+        def read_all() -> Headers:
+            return recognised(with_all_chunks(read_headers()))
 
-        headers = ranks.run_on_one("reading the headers", read, first)
-    listing, parts = known or headers.listing, headers.parts
-    assert listing is not None
-    list_own = functools.cache(lambda: list_source(require_source(source)))
+        plan, _ = plan_by(ranks.run_on_one("reading the ranks' indexes", read_all, first))
+    elif plan.match.listing.locators:
+        what, threads = "reading the ranks' indexes", read_threads(ranks.ranks_on_node)
+        match = ranks.run(what, lambda: _with_chunks(plan.match, threads, are_copies))
+        plan = replace(plan, match=match)
+    if ranks.index == 0:
+        warn_of_idle(plan.match)
+    return plan
+
+
+def _with_chunks(match: ModelMatch, threads: int, are_copies: bool) -> ModelMatch:
+    """The match with the chunks that have this rank's shares.
+
+    Args:
+        match: a match by names and shapes.
+        threads: most threads that read.
+        are_copies: whether ranks see the source in different places.
+
+    Raises:
+        LoadError: as for `locate`; or this rank sees another step of a run.
+    """
+    if are_copies:
+        for locator in match.listing.locators.values():
+            locator.check_same()
+    wanted = [(stored, match.tensors[index].pieces) for index, stored in match.wanted]
+    listing, located = locate(match.listing, wanted, threads)
+    stored = dict(zip(match.stored, located, strict=False))
+    compared = dict(zip(match.compared, located[len(stored) :], strict=True))
+    return replace(match, listing=listing, stored=stored, compared=compared)
+
+
+def _plan(
+    model: nn.Module,
+    source: Source | None,
+    ranks: Ranks,
+    options: LoadOptions,
+    info: SourceInfo,
+    listing: Listing,
+    parts: Mapping[FrozenSource, Listing],
+) -> tuple[AgreedPlan, bool]:
+    """Plan a load by a listing. All ranks.
+
+    Args:
+        model, source, ranks, options, info: as for `plan_load`.
+        listing: contents of the source, on all ranks.
+        parts: contents of the sources of frozen parts.
+
+    Returns:
+        The plan, and whether it needs the chunks of all tensors, which the listing lacks.
+    """
+    list_own = functools.cache(lambda: list_headers(require_source(source)))
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         tensors = _parts(model, options, ranks)
@@ -139,8 +204,6 @@ def plan_load(
             "different keys or dtypes"
         )
     coordinates = find_coordinates(match.tensors, summary.inventory, ranks)
-    if ranks.index == 0:
-        warn_of_idle(match)
     _compare_frozen(_frozen_hashes(model, match), summary.inventory, ranks)
     if options.layout is not None:
         check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
@@ -155,7 +218,7 @@ def plan_load(
         reading = shared_reading(
             options.strategy, match, coordinates, caches, visible, ranks, summary.buffer_bytes
         )
-    return AgreedPlan(
+    plan = AgreedPlan(
         match=match,
         coordinates=coordinates,
         reading=reading,
@@ -164,6 +227,9 @@ def plan_load(
         rebuild=summary.has_meta_buffers,
         in_place=summary.has_real_tensors,
     )
+    # Ranks that exchange bytes compute what every rank reads.
+    exchanges = reading.flows is not None and bool(match.listing.locators)
+    return plan, summary.needs_all_chunks or exchanges
 
 
 def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTensor] | None:
@@ -186,8 +252,16 @@ def _summary(
         inventory=inventory,
         has_meta_buffers=any(t.is_meta and t.kind == "derived" for t in tensors),
         has_real_tensors=any(not tensors[index].is_meta for index in match.stored),
+        needs_all_chunks=_needs_all_chunks(match),
         buffer_bytes=options.buffer_bytes or default_buffer(tensors),
     )
+
+
+def _needs_all_chunks(match: ModelMatch) -> bool:
+    """Return whether tensors that have no chunks yet were made into others, or are compared."""
+    if not match.listing.locators:
+        return False
+    return bool(match.stored_twice) or has_remade(match.listing, (t for _, t in match.wanted))
 
 
 def _frozen_hashes(model: nn.Module, match: ModelMatch) -> dict[str, str]:

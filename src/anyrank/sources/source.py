@@ -13,6 +13,7 @@ from anyrank.errors import LoadError, WrongValue
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
 from anyrank.sources.endings import META_PART, OF_META
+from anyrank.sources.locate import locate_all
 from anyrank.sources.readers import dcp, huggingface, runs
 from anyrank.sources.readers.folders import DCP, RUN, WEIGHTS, format_of_folder, is_run_of_tool
 from anyrank.sources.readers.joining import join
@@ -60,7 +61,14 @@ LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
 
 
 def list_source(source: Source) -> Listing:
+    """List the tensors of any source with their places, like `list_headers`."""
+    return locate_all(list_headers(source))
+
+
+def list_headers(source: Source) -> Listing:
     """Read the headers of any source: a path or URL, a list of files, or a dict of tensors.
+
+    Tensors of runs have no places yet: `sources/locate.py` finds them.
 
     Raises:
         LoadError: nothing exists there, no permission, or an unknown format; two files of a list

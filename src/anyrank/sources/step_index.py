@@ -60,10 +60,12 @@ class StepIndex:
     Attributes:
         tensors: tensors, each once.
         aliases: other name of a tied tensor -> the name under which it is saved.
+        owners: ranks that have tensors of their own, which only their indexes list.
     """
 
     tensors: Sequence[IndexedTensor]
     aliases: Mapping[str, str]
+    owners: Sequence[int] = ()
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -101,6 +103,7 @@ class StepIndex:
         index = {
             "tensors": tensors,
             "aliases": dict(self.aliases),
+            "owners": self.owners,
             "layouts": [{"mesh": mesh, "placements": placements} for mesh, placements in rows],
             "meshes": [{"shape": shape, "places": places} for shape, places in meshes],
         }
@@ -129,7 +132,10 @@ def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:
         aliases = {str(alias): str(name) for alias, name in index["aliases"].items()}
         if len(names) < len(tensors) or not names >= {*aliases.values()} or names & aliases.keys():
             raise ValueError("a name is twice there, or of no tensor")
-        return StepIndex(tensors, aliases)
+        owners = whole_numbers("owners", index["owners"])
+        if any(rank >= len(ranks) for rank in owners):
+            raise ValueError("a rank that did not save has tensors of its own")
+        return StepIndex(tensors, aliases, owners)
 
 
 def _row_major(layout: Layout, coordinate: Coordinate | None) -> int:

@@ -1,137 +1,97 @@
-"""The tensors of a step of a run as a listing: all of them, or some, with their bytes' places."""
+"""The tensors of a step of a run: a listing of their shapes, and what finds their bytes.
+
+The step's index names the tensors, and the ranks that have a part of each. The ranks' indexes say
+where in their files these parts are. A rank that reads a share needs the indexes of a few ranks.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from anyrank.errors import CorruptCheckpoint
+from anyrank.errors import CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import sums_name
-from anyrank.files.listing import FileInfo, Listing, TensorFill
-from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, RankFiles, data_name
-from anyrank.files.storage import Storage, join_path
-from anyrank.sources.rank_index import OwnTensor, Placed, RankIndex, read_indexes, run_each
+from anyrank.files.listing import FileInfo, Listing, Locator, Wanted
+from anyrank.files.manifest import FORMAT, MANIFEST, Manifest, RankFiles, data_name, read_manifest
+from anyrank.files.storage import Storage, join_path, storage_for
+from anyrank.sources.locate import locate_all
+from anyrank.sources.rank_index import REQUESTS, Placed, RankIndex, read_indexes, run_each
 from anyrank.sources.run_step import read_index
-from anyrank.sources.step_index import INDEX, StepIndex, parse
+from anyrank.sources.step_index import INDEX, IndexedTensor, StepIndex, parse
 from anyrank.tensors.box import row_major
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-
-class Opened(NamedTuple):
-    """A step whose indexes were read."""
-
-    listing: Listing
-    indexes: Mapping[int, RankIndex]
-
-
-def list_step(
-    storage: Storage,
-    folder: str,
-    ranks: Sequence[RankFiles],
-    data: bytes,
-) -> Opened:
-    """List every tensor of a step, by its index and those of all ranks.
-
-    Args:
-        storage: where the folder is.
-        folder: folder of the step.
-        ranks: files of the ranks that saved it.
-        data: bytes of its index.
-
-    Raises:
-        CorruptCheckpoint: an index is damaged, or a file is gone or has another size.
-    """
-    index = parse(data, join_path(folder, INDEX), ranks)
-    indexes = read_indexes(storage, folder, ranks, index, range(len(ranks)))
-    files = _infos(storage, folder, ranks, range(len(ranks)))
-    places: dict[int, list[Chunk]] = {}
-    for rank, rank_index in indexes.items():
-        for number, placed in rank_index.placed.items():
-            places.setdefault(number, []).extend(_chunks(rank, placed))
-    tensors: dict[str, StoredTensor] = {}
-    for number, tensor in enumerate(index.tensors):
-        chunks = tuple(places.get(number, ()))
-        numel = sum(chunk.box.numel for chunk in chunks)
-        if numel != math.prod(tensor.shape) or not chunks:
-            raise CorruptCheckpoint(
-                f"{folder}: {tensor.name}: its pieces hold {numel} elements, its shape "
-                f"{list(tensor.shape)} needs {math.prod(tensor.shape)}: the step is damaged"
-            )
-        tensors[tensor.name] = StoredTensor(tensor.name, tensor.shape, tensor.dtype, chunks)
-    for rank, rank_index in indexes.items():
-        tensors |= {
-            name: _stored(name, tensor, rank) for name, tensor in rank_index.own_tensors.items()
-        }
-    tensors |= {alias: tensors[name].renamed(alias) for alias, name in index.aliases.items()}
-    return Opened(Listing(FORMAT, files, tensors, sums=_sums(files)), indexes)
-
-
-def open_step(
-    storage: Storage,
-    folder: str,
-    manifest: Manifest,
-) -> Opened:
-    """List every tensor of a committed step, by its manifest."""
-    data = read_index(storage, folder, manifest)
-    return list_step(storage, folder, manifest.ranks, data)
-
-
-def list_shapes(index: StepIndex, own_tensors: Mapping[str, OwnTensor]) -> Listing:
-    """List names, shapes and dtypes of a step; `locate` finds the bytes of those that are wanted.
-
-    Until then each tensor counts as a file of its own, with its number.
-
-    Args:
-        index: index of the step.
-        own_tensors: tensors of one rank, from its index.
-    """
-    shapes = [(t.name, t.shape, t.dtype) for t in index.tensors]
-    shapes += [(name, tensor.shape, tensor.dtype) for name, tensor in own_tensors.items()]
-    tensors = {
-        name: StoredTensor.contiguous(name, shape, dtype, number, 0)
-        for number, (name, shape, dtype) in enumerate(shapes)
-    }
-    tensors |= {alias: tensors[name].renamed(alias) for alias, name in index.aliases.items()}
-    return Listing(FORMAT, (), tensors)
+SPACING = 1 << 64  # bytes from one tensor to the next, while their chunks are not known
 
 
 @dataclass
-class Locator:
+class StepLocator(Locator):
     """Finds the bytes of a step that one rank reads, by the indexes of the ranks that have them.
 
+    Until then, the tensors are listed as if they were in the step's first file, each whole and
+    `SPACING` bytes after the one before it.
+
     Attributes:
-        storage: where the folder is.
         folder: folder of the step, which may differ between machines.
         files: files of the ranks that saved it.
         index: index of it.
+        own_tensors: tensors that only one rank has; their numbers follow those of the index.
+        saved: the run, the step and the time of the commit, by which copies are recognised.
         indexes: ranks' indexes that were read.
-        own_rank: rank whose own tensors the listing has.
         met: ranks that have some pieces of a tensor, kept because most tensors are alike.
     """
 
-    storage: Storage
     folder: str
     files: Sequence[RankFiles]
     index: StepIndex
-    indexes: dict[int, RankIndex]
-    own_rank: int
+    own_tensors: Sequence[IndexedTensor]
+    saved: tuple[str, int, str] | None = None
+    indexes: dict[int, RankIndex] = field(default_factory=dict[int, RankIndex])
     met: dict[object, frozenset[int]] = field(default_factory=dict[object, frozenset[int]])
 
-    def ranks_for(self, fills: Iterable[TensorFill]) -> set[int]:
-        """Find the ranks whose indexes say where the bytes of some tensors are."""
-        ranks: set[int] = set()
-        for fill in fills:
-            number = fill.stored.chunks[0].file
-            if number < len(self.index.tensors):
-                ranks |= self._ranks_with(number, fill.target.pieces)
-        return ranks
+    def tensor(self, number: int) -> IndexedTensor:
+        """Return a tensor by its number."""
+        shared = self.index.tensors
+        return shared[number] if number < len(shared) else self.own_tensors[number - len(shared)]
 
-    def _ranks_with(self, number: int, pieces: tuple[Piece, ...]) -> frozenset[int]:
+    def list_shapes(self) -> Listing:
+        """List names, shapes and dtypes, without the chunks that have them."""
+        files = (FileInfo(self.folder, 0, ""),) * len(self.files)
+        rows = enumerate((*self.index.tensors, *self.own_tensors))
+        tensors = {row.name: _listed(row, number) for number, row in rows}
+        tensors |= {a: tensors[name].renamed(a) for a, name in self.index.aliases.items()}
+        return Listing(FORMAT, files, tensors, locators={0: self})
+
+    def is_listed(self, stored: StoredTensor) -> bool:
+        number = _number_of(stored)
+        return stored == _listed(self.tensor(number), number).renamed(stored.name)
+
+    def check_same(self) -> None:
+        if self.saved != read_manifest(storage_for(self.folder), self.folder).identity:
+            raise LoadError(
+                f"{self.folder}: is another step here than where its index was read: give all "
+                "ranks the same folder"
+            )
+
+    def locate(
+        self, wanted: Sequence[Wanted], threads: int
+    ) -> tuple[list[StoredTensor], tuple[FileInfo, ...], dict[int, str]]:
+        self.read(self.ranks_for(wanted), threads)
+        located = self.with_chunks(wanted)
+        ranks = {chunk.file for stored in located for chunk in stored.chunks}
+        files = self.open(ranks, threads)
+        return located, files.files, files.sums
+
+    def ranks_for(self, wanted: Iterable[Wanted]) -> set[int]:
+        """Find the ranks whose indexes say where the bytes of some tensors are."""
+        met = (self._ranks_with(_number_of(stored), pieces) for stored, pieces in wanted)
+        return {rank for ranks in met for rank in ranks}
+
+    def _ranks_with(self, number: int, pieces: Sequence[Piece]) -> frozenset[int]:
         """Find the ranks that may have elements of some pieces of a tensor."""
-        tensor = self.index.tensors[number]
+        tensor = self.tensor(number)
         key = tensor.shape, tensor.where, pieces
         if key not in self.met:
             met = (tensor.ranks_with(piece.box) for piece in pieces)
@@ -144,79 +104,136 @@ class Locator:
         Raises:
             CorruptCheckpoint, CheckpointError: as for `read_indexes`.
         """
-        new = {*ranks} - self.indexes.keys()
-        args = (self.storage, self.folder, self.files, self.index, new, threads)
+        new, storage = {*ranks} - self.indexes.keys(), storage_for(self.folder)
+        args = (storage, self.folder, self.files, self.index, new, threads)
         self.indexes |= read_indexes(*args)
 
-    def locate(self, fills: Sequence[TensorFill]) -> list[TensorFill]:
-        """Return the fills with places for what they want; files are numbered as ranks."""
-        located: list[TensorFill] = []
-        for fill in fills:
-            number, stored = fill.stored.chunks[0].file, fill.stored
-            if number >= len(self.index.tensors):
-                tensor = self.indexes[self.own_rank].own_tensors[stored.name]
-                chunks = _stored(stored.name, tensor, self.own_rank).chunks
-            else:
-                chunks = self._chunks_for(number, fill.target.pieces)
-            located.append(replace(fill, stored=replace(stored, chunks=chunks)))
-        return located
+    def with_chunks(self, wanted: Iterable[Wanted]) -> list[StoredTensor]:
+        """Return the tensors with the chunks that have what is wanted; files count as ranks.
 
-    def _chunks_for(self, number: int, pieces: tuple[Piece, ...]) -> tuple[Chunk, ...]:
-        return tuple(
-            chunk
-            for rank in sorted(self._ranks_with(number, pieces))
-            for chunk in _chunks(rank, self.indexes[rank].placed.get(number, ()))
-            if any(piece.box.intersect(chunk.box) for piece in pieces)
-        )
+        Raises:
+            CorruptCheckpoint: the ranks' boxes do not make up what is wanted.
+        """
+        return [
+            replace(stored, chunks=self._chunks_for(_number_of(stored), pieces))
+            for stored, pieces in wanted
+        ]
+
+    def _chunks_for(self, number: int, pieces: Sequence[Piece]) -> tuple[Chunk, ...]:
+        chunks: list[Chunk] = []
+        numel = 0
+        for rank in sorted(self._ranks_with(number, pieces)):
+            for box, offset in self._placed(rank, number):
+                common = 0
+                for piece in pieces:
+                    both = piece.box.intersect(box)
+                    common += 0 if both is None else both.numel
+                if common or not box.numel:
+                    chunks.append(Chunk(box, rank, offset, row_major(box.sizes)))
+                numel += common
+        wanted = sum(piece.box.numel for piece in pieces)
+        if numel != wanted or (pieces and not chunks):
+            tensor = self.tensor(number)
+            raise CorruptCheckpoint(
+                f"{self.folder}: {tensor.name}, of shape {list(tensor.shape)}: the ranks' indexes "
+                f"have {numel} of {wanted} elements: the step is damaged"
+            )
+        return tuple(chunks)
+
+    def _placed(self, rank: int, number: int) -> Sequence[Placed]:
+        """List a rank's boxes of a tensor."""
+        index = self.indexes[rank]
+        if number >= len(self.index.tensors):
+            return index.own_tensors[self.tensor(number).name].placed
+        return index.placed.get(number, ())
 
     def open(self, ranks: Iterable[int], threads: int) -> Listing:
-        """List these ranks' files, after a check that they are as they were written.
+        """List the files of all ranks; these ranks' after a check that they are as written.
 
         Raises:
             CorruptCheckpoint: a file is gone, or has another size.
         """
-        files = _infos(self.storage, self.folder, self.files, sorted(ranks), threads)
-        return Listing(FORMAT, files, {}, sums=_sums(files))
+        storage = storage_for(self.folder)
+        paths = [join_path(self.folder, data_name(rank)) for rank in range(len(self.files))]
+        infos = [FileInfo(path, f.size, "") for path, f in zip(paths, self.files, strict=True)]
+
+        def look(rank: int) -> None:
+            info = storage.find(paths[rank])
+            if info is None:
+                raise CorruptCheckpoint(f"{paths[rank]}: is missing, but {MANIFEST} lists it")
+            if info.size != infos[rank].size:
+                raise CorruptCheckpoint(
+                    f"{paths[rank]}: has {info.size} bytes, {MANIFEST} says {infos[rank].size}: "
+                    "the file is truncated or was written to"
+                )
+            infos[rank] = info
+
+        run_each(look, sorted(ranks), threads)
+        sums = {rank: sums_name(path) for rank, path in enumerate(paths)}
+        return Listing(FORMAT, tuple(infos), {}, sums=sums)
 
 
-def _chunks(rank: int, placed: Iterable[Placed]) -> list[Chunk]:
-    return [Chunk(box, rank, offset, row_major(box.sizes)) for box, offset in placed]
+class Opened(NamedTuple):
+    """A step whose indexes were read."""
+
+    listing: Listing
+    indexes: Mapping[int, RankIndex]
 
 
-def _stored(name: str, tensor: OwnTensor, rank: int) -> StoredTensor:
-    return StoredTensor(name, tensor.shape, tensor.dtype, tuple(_chunks(rank, tensor.placed)))
+def locator_of(
+    storage: Storage, folder: str, ranks: Sequence[RankFiles], data: bytes
+) -> StepLocator:
+    """Read which tensors a step has, and whose they are.
 
-
-def _sums(files: Sequence[FileInfo]) -> dict[int, str]:
-    """Map the ranks to the names of the checksum files."""
-    return {rank: sums_name(info.path) for rank, info in enumerate(files)}
-
-
-def _infos(
-    storage: Storage,
-    folder: str,
-    files: Sequence[RankFiles],
-    ranks: Sequence[int],
-    threads: int = 16,
-) -> tuple[FileInfo, ...]:
-    """Describe the data files of all ranks, in their order; those of `ranks` as they are now.
+    Args:
+        storage: where the folder is.
+        folder: folder of the step.
+        ranks: files of the ranks that saved it.
+        data: bytes of its index.
 
     Raises:
-        CorruptCheckpoint: a file is gone, or has another size.
+        CorruptCheckpoint, CheckpointError: as for `read_indexes`, or the step's index is damaged.
     """
-    paths = [join_path(folder, data_name(rank)) for rank in range(len(files))]
-    infos = [FileInfo(path, f.size, "") for path, f in zip(paths, files, strict=True)]
+    index = parse(data, join_path(folder, INDEX), ranks)
+    owners = read_indexes(storage, folder, ranks, index, index.owners)
+    own_tensors = [
+        tensor for rank, entry in owners.items() for tensor in own_tensors_of(rank, entry)
+    ]
+    return StepLocator(folder, ranks, index, own_tensors)
 
-    def look(rank: int) -> None:
-        info = storage.find(paths[rank])
-        if info is None:
-            raise CorruptCheckpoint(f"{paths[rank]}: is missing, but {MANIFEST} lists it")
-        if info.size != infos[rank].size:
-            raise CorruptCheckpoint(
-                f"{paths[rank]}: has {info.size} bytes, {MANIFEST} says {infos[rank].size}: the "
-                "file is truncated or was written to"
-            )
-        infos[rank] = info
 
-    run_each(look, ranks, threads)
-    return tuple(infos)
+def own_tensors_of(rank: int, index: RankIndex) -> list[IndexedTensor]:
+    """List the tensors that only one rank has."""
+    own_tensors = index.own_tensors.items()
+    return [
+        IndexedTensor(name, tensor.shape, tensor.dtype, (rank,)) for name, tensor in own_tensors
+    ]
+
+
+def list_step(storage: Storage, folder: str, ranks: Sequence[RankFiles], data: bytes) -> Opened:
+    """List every tensor of a step with its chunks; read the indexes of all ranks.
+
+    Args:
+        storage, folder, ranks, data: as for `locator_of`.
+
+    Raises:
+        CorruptCheckpoint, LoadError: an index is damaged, or a file is gone or has another size.
+    """
+    locator = locator_of(storage, folder, ranks, data)
+    locator.read(range(len(ranks)), REQUESTS)
+    return Opened(locate_all(locator.list_shapes()), locator.indexes)
+
+
+def open_step(storage: Storage, folder: str, manifest: Manifest) -> Opened:
+    """List every tensor of a committed step, by its manifest."""
+    data = read_index(storage, folder, manifest)
+    return list_step(storage, folder, manifest.ranks, data)
+
+
+def _number_of(stored: StoredTensor) -> int:
+    """Return the number of a tensor that is listed by its shape."""
+    return stored.chunks[0].offset // SPACING
+
+
+def _listed(tensor: IndexedTensor, number: int) -> StoredTensor:
+    return StoredTensor.contiguous(tensor.name, tensor.shape, tensor.dtype, 0, number * SPACING)

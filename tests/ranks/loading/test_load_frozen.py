@@ -73,7 +73,7 @@ def job_counting_headers(folder: str) -> list[str]:
         model = Pair()
     anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
     listed: list[str] = []
-    usual = headers.list_source
+    usual = headers.list_headers
 
     def count(path: Any) -> Any:
         listed.append(Path(path).name)
@@ -81,7 +81,7 @@ def job_counting_headers(folder: str) -> list[str]:
 
     rename = {"weight": "head.weight", "bias": "head.bias"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headers, "list_source", count)
+        patch.setattr(headers, "list_headers", count)
         anyrank.load(model, f"{folder}/head.safetensors", rename=rename)
     return listed
 

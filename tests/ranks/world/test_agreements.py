@@ -158,7 +158,7 @@ def test_another_rank_reads_the_headers_if_the_first_one_sees_nothing(tmp_path: 
 def long_headers(path: str) -> tuple[list[str], int]:
     """Headers that are too long for the first message; and how often this rank read them."""
     read: list[object] = []
-    usual = headers.list_source
+    usual = headers.list_headers
 
     def spied(source: Any) -> Any:
         read.append(source)
@@ -166,7 +166,7 @@ def long_headers(path: str) -> tuple[list[str], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(headers, "SMALL_BYTES", 100)
-        patch.setattr(headers, "list_source", spied)
+        patch.setattr(headers, "list_headers", spied)
         met = met_in(lambda: anyrank.load(Net(**SIZES), path))
     return met[:3], len(read)
 

@@ -84,9 +84,9 @@ def test_bytes_and_packets_of_a_load_and_a_step_grow_as_the_ranks_do() -> None:
     check_growth("parts", 64, ["load", "step"])
 
 
-def test_bytes_and_packets_of_a_save_and_a_resume_grow_as_the_ranks_do() -> None:
-    """Each checks the values that it resumes."""
-    check_growth("runs", 64, ["save", "resume"])
+def test_bytes_and_packets_of_a_run_grow_as_the_ranks_do() -> None:
+    """Each checks the values that it resumes and loads."""
+    check_growth("runs", 64, ["save", "resume", "load of the run"])
 
 
 def test_an_agreement_of_64_ranks_is_small() -> None:

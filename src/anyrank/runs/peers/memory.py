@@ -29,7 +29,7 @@ from anyrank.runs.resume.options import Cadence
 from anyrank.runs.resume.search import StepOfRun, StepSearch
 from anyrank.runs.saving.collect import Snapshot, collect
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.runs.saving.write import RankRow, describe_step, write_own_share
+from anyrank.runs.saving.write import RankRow, describe_step, describe_tensors, write_own_share
 from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.train_state import TrainState
 from anyrank.settings import PEERS_FOLDER
@@ -117,7 +117,8 @@ class PeerMemory(RunListener):
 
         def describe() -> tuple[bytes, Manifest]:
             now = datetime.now(UTC).isoformat()
-            return snapshot.index.to_bytes(), describe_step(snapshot, rows or (), now)
+            index = describe_tensors(snapshot, rows or ())
+            return index.to_bytes(), describe_step(snapshot, rows or (), now)
 
         # Each machine commits it, and knows from it what it receives.
         index, manifest = ranks.run_on_one("describing the snapshot", describe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
@@ -20,9 +20,11 @@ from anyrank.runs.saving.run_folder import DAMAGED, RunFolder
 from anyrank.runs.state.part_types import PartMatch, PartSource
 from anyrank.runs.state.resume_report import Outcome, SavedOn
 from anyrank.runs.state.train_state import TrainState
+from anyrank.sources.rank_index import RankIndex, read_indexes
 from anyrank.sources.run_step import ASIDE
 from anyrank.sources.step_index import INDEX, parse
-from anyrank.sources.step_listing import Locator, list_shapes
+from anyrank.sources.step_listing import StepLocator, own_tensors_of
+from anyrank.tensors.spec import StoredTensor
 from anyrank.training.random_state.saved import SavedGenerators, from_json
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
@@ -51,7 +53,7 @@ class StepOfRun(ResumeSource):
 
     candidate: Candidate
     manifest: Manifest
-    locator: Locator
+    locator: StepLocator
     bring: Bring | None
     own_parts: Mapping[str, Any]
     skipped_notes: list[str] = field(default_factory=list[str])
@@ -96,17 +98,18 @@ class StepOfRun(ResumeSource):
 
     def locate(self, fills: Sequence[TensorFill], ranks: Ranks) -> tuple[Listing, list[TensorFill]]:
         locator, threads = self.locator, read_threads(ranks.ranks_on_node)
-        wanted = locator.ranks_for(fills)
+        wanted = [(fill.stored, fill.target.pieces) for fill in fills]
+        met = locator.ranks_for(wanted)
         if self.bring is not None:
-            self.bring([index_name(rank) for rank in sorted(wanted)])
+            self.bring([index_name(rank) for rank in sorted(met)])
 
-        def find() -> list[TensorFill]:
+        def find() -> list[StoredTensor]:
             with _naming_step(self.path):
-                locator.read(wanted, threads)
-                return locator.locate(fills)
+                locator.read(met, threads)
+                return locator.with_chunks(wanted)
 
         located = ranks.run("reading the ranks' indexes", find)
-        files = {chunk.file for fill in located for chunk in fill.stored.chunks}
+        files = {chunk.file for stored in located for chunk in stored.chunks}
         if self.bring is not None:
             names = [data_name(rank) for rank in sorted(files)]
             self.bring([*names, *map(sums_name, names)])
@@ -115,7 +118,9 @@ class StepOfRun(ResumeSource):
             with _naming_step(self.path):
                 return locator.open(files, threads)
 
-        return ranks.run("looking at the ranks' files", look), located
+        listing = ranks.run("looking at the ranks' files", look)
+        pairs = zip(fills, located, strict=True)
+        return listing, [replace(fill, stored=stored) for fill, stored in pairs]
 
     def notes(self) -> list[str]:
         return self.skipped_notes
@@ -227,23 +232,24 @@ class StepSearch:
         index = parse(candidate.index, join_path(folder, INDEX), manifest.ranks)
         # What only one rank saved goes to the same rank, or the first one's to all.
         own_rank = ranks.index if len(manifest.ranks) == ranks.size else 0
-        locator = Locator(storage, folder, manifest.ranks, index, {}, own_rank)
         if bring is not None:
             bring([index_name(own_rank)])
         path = self.folder.user_path(candidate.name)
 
-        def read() -> tuple[SavedGenerators, dict[str, tuple[int, int]]]:
+        def read() -> tuple[RankIndex, SavedGenerators, dict[str, tuple[int, int]]]:
             with _naming_step(path):
-                locator.read([own_rank], read_threads(ranks.ranks_on_node))
+                indexes = read_indexes(storage, folder, manifest.ranks, index, [own_rank])
             with reading_record(path):
-                generators = locator.indexes[own_rank].generators
-                return from_json(manifest.generators, generators), loader_counts(manifest.parts)
+                generators = from_json(manifest.generators, indexes[own_rank].generators)
+                return indexes[own_rank], generators, loader_counts(manifest.parts)
 
-        generators, counts = ranks.run("reading the rank's index", read)
-        own_index = locator.indexes[own_rank]
+        own_index, generators, counts = ranks.run("reading the rank's index", read)
+        own_tensors = own_tensors_of(own_rank, own_index)
+        indexes = {own_rank: own_index}
+        locator = StepLocator(folder, manifest.ranks, index, own_tensors, indexes=indexes)
         return StepOfRun(
             path=path,
-            listing=list_shapes(index, own_index.own_tensors),
+            listing=locator.list_shapes(),
             locator=locator,
             bring=bring,
             own_parts=own_index.parts,

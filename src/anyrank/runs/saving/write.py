@@ -17,7 +17,7 @@ from anyrank.runs.saving.collect import Snapshot
 from anyrank.runs.saving.metadata import write_metadata
 from anyrank.runs.saving.rank_file import write_share
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.sources.step_index import INDEX
+from anyrank.sources.step_index import INDEX, StepIndex
 from anyrank.training.random_state.saved import (
     RankCoords,
     SavedGenerators,
@@ -100,15 +100,15 @@ def write(
         faults.point("save.commit")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = describe_step(snapshot, rows or (), now)
-        data = snapshot.index.to_bytes()
+        index = describe_tensors(snapshot, rows or ())
+        data = index.to_bytes()
         manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), data)
         # From here on the step exists. Older ones are removed only now: it could have been the only
         # one.
         name = folder.commit(temporary, step, manifest)
         owners = {rank: row.own_tensors for rank, row in enumerate(rows or ()) if row.own_tensors}
-        plan, index = snapshot.plan, snapshot.index
         rests = ranks.channel > 0  # in a thread of its own, during the training
-        write_metadata(folder, name, plan, index, manifest, owners, rests)
+        write_metadata(folder, name, snapshot.plan, index, manifest, owners, rests)
         removed = folder.tidy(name, keep_newest, keeps_forever)
         seconds = time.perf_counter() - start
         nbytes = sum(manifest.sizes.values())
@@ -163,6 +163,12 @@ def describe_step(snapshot: Snapshot, rows: Sequence[RankRow], written: str) -> 
     files = [row.files for row in rows]
     manifest = snapshot.manifest
     return replace(manifest, written=written, ranks=files, generators=generators.to_json())
+
+
+def describe_tensors(snapshot: Snapshot, rows: Sequence[RankRow]) -> StepIndex:
+    """Make the index of the step, from the snapshot of the first rank and the rows of all."""
+    owners = tuple(rank for rank, row in enumerate(rows) if row.own_tensors)
+    return replace(snapshot.index, owners=owners)
 
 
 def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:

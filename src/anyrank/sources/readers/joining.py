@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.listing import Checksum, FileInfo, Listing, Locator
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -23,6 +23,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
     checksums: list[Checksum] = []
     sums: dict[int, str] = {}
     adapters: dict[int, dict[str, Any]] = {}
+    locators: dict[int, Locator] = {}
     beside: dict[str, StoredTensor] = {}
     for listing in parts:
         base = len(files)
@@ -30,6 +31,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         checksums += (replace(c, file=c.file + base) for c in listing.checksums)
         sums |= {base + number: where for number, where in listing.sums.items()}
         adapters |= {base + number: config for number, config in listing.adapters.items()}
+        locators |= {base + number: locator for number, locator in listing.locators.items()}
         for key, stored in listing.tensors.items():
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
@@ -55,4 +57,5 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         unread_beside={k: v for listing in parts for k, v in listing.unread_beside.items()},
         quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
         adapters=adapters,
+        locators=locators,
     )

@@ -10,8 +10,8 @@ from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import MANIFEST, read_manifest
 from anyrank.files.storage import Storage, join_path, storage_for
-from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, list_steps
-from anyrank.sources.step_listing import open_step
+from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, list_steps, read_index
+from anyrank.sources.step_listing import locator_of
 from anyrank.wording import join_first
 
 WEIGHTS = "model."  # prefix of the names of a step's weights
@@ -48,7 +48,7 @@ def no_step(names: Iterable[str]) -> str:
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of a step, or of the newest committed step of a run.
+    """The weights of a step, or of the newest committed step of a run, without their places.
 
     Raises:
         LoadError: the run has no committed step, or the step is damaged.
@@ -60,7 +60,9 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         raise LoadError(f"{folder}: {no_step(names)}")
     try:
         manifest = read_manifest(storage, folder)
-        listing = open_step(storage, folder, manifest).listing
+        data = read_index(storage, folder, manifest)
+        locator = locator_of(storage, folder, manifest.ranks, data)
+        listing = replace(locator, saved=manifest.identity).list_shapes()
     except AnyrankError as error:
         raise LoadError(str(error)) from error
     beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}
