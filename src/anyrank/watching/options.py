@@ -16,7 +16,8 @@ def read_options(after: object, exit: object, report: object) -> tuple[float, st
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: `after` is not a time above 0, or the folder of `report` does not exist.
+        ValueError: `after` is not a time above 0, `report` is in no folder that exists, or it is
+            there and not a file.
     """
     if not isinstance(exit, bool):
         raise TypeError(f"exit= takes True or False, not {exit!r}")
@@ -36,7 +37,10 @@ def _seconds(after: object) -> float:
 def _report_path(report: object) -> str:
     if not isinstance(report, (str, os.PathLike)):
         raise TypeError(f"report= takes the path of a file, not {report!r}")
-    path = os.path.abspath(os.fspath(report))  # the script may change its folder
-    if not os.path.isdir(os.path.dirname(path)) or os.path.isdir(path):
+    given = os.fspath(report)
+    path = os.path.realpath(given)  # absolute, because the script may change its folder
+    # The report takes the place of a file, for a link of its target; never of a pipe or a device.
+    is_taken = os.path.exists(given) and not os.path.isfile(given)
+    if not os.path.isdir(os.path.dirname(path)) or is_taken:
         raise ValueError(f"report={str(report)!r}: give a file in a folder that exists")
     return path

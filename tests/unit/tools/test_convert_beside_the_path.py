@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,27 @@ def test_a_link_is_kept_and_what_it_points_to_renamed(tmp_path: Path, name: str)
     assert load_file(file).keys() == {"b"}
     assert sorted(os.listdir(tmp_path)) == sorted([name, "real"])
     assert anyrank.diff(report.replaced, {"a": torch.ones(2)})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("source", ["model", "dict"])
+def test_a_pipe_and_a_socket_stay_what_they_are(
+    tmp_path: Path, source: str, to: Any, overwrite: bool
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(tmp_path / "socket"))
+    names = sorted(os.listdir(tmp_path))
+    before = {name: os.lstat(tmp_path / name) for name in names}
+    weights = nn.Linear(2, 2) if source == "model" else {"a": torch.ones(2)}
+    for name in names:
+        with pytest.raises(ValueError, match=f"{name}: is neither a regular file nor a folder"):
+            anyrank.convert(weights, tmp_path / name, to=to, overwrite=overwrite)
+    with pytest.raises(ValueError, match="is not a folder"):
+        anyrank.convert(weights, tmp_path / "pipe" / "w", to=to, overwrite=overwrite)
+    assert {name: os.lstat(tmp_path / name) for name in sorted(os.listdir(tmp_path))} == before
 
 
 @pytest.mark.parametrize("name", ["out", "w.safetensors"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pickle
 import signal
 import socket
@@ -850,6 +851,16 @@ def test_a_look_travels_as_text() -> None:
 )
 def test_times_are_read(after: str | float, seconds: float) -> None:
     assert read_options(after, False, None) == (seconds, None)
+
+
+def test_a_report_takes_the_place_of_a_file_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to a pipe").symlink_to("pipe")
+    (tmp_path / "link").symlink_to("report")
+    assert read_options(1, False, tmp_path / "link") == (1, str(tmp_path / "report"))
+    for name in ("pipe", "to a pipe", "", "none/report"):
+        with pytest.raises(ValueError, match="give a file in a folder that exists"):
+            read_options(1, False, tmp_path / name)
 
 
 def test_a_watch_before_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def convert(
         UnsafeFile: a pickle that would run code, or a header that lies.
         CheckpointError: the destination cannot be written, or does not hold the written bytes; or
             the run is damaged.
-        ValueError, TypeError: an argument that is wrong in itself; a destination that is a URL,
-            exists already, or is the source itself.
+        ValueError, TypeError: an argument that is wrong in itself; a destination that is a URL, a
+            pipe, a socket or a device, that exists already, or that is the source itself.
     """
 
     def checked() -> ConvertOptions:

@@ -114,8 +114,8 @@ def destination(
     """Check where to write.
 
     Raises:
-        ValueError: a URL, the source itself, a place inside it or above it, one that is taken, or
-            one that cannot be made.
+        ValueError: a URL, the source itself, a place inside it or above it, one that is taken, one
+            that cannot be made, or a pipe, a socket or a device.
     """
     path = os.fspath(dst)
     path = path.rstrip("/") or path
@@ -132,6 +132,9 @@ def destination(
             raise ValueError(
                 f"{path}: is the source {source}, inside it, or above it: give another place"
             )
+    # Renaming a pipe or a device would take it away from whoever uses it.
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise ValueError(f"{path}: is neither a regular file nor a folder: give another place")
     if not _is_free(path, is_file) and not overwrite:
         raise ValueError(
             f"{path}: is there already: give another place, or overwrite=True (--overwrite)"
