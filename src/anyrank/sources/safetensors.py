@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -45,6 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RESERVED = "__metadata__"
+TIES = "anyrank.ties"  # entry of the metadata with the names in it that are ties, as JSON
 ALIGN = 64  # for the first tensor, so that readers can map it
 
 
@@ -75,6 +76,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         if not all(isinstance(value, str) for value in texts.values()):
             raise ValueError(f"{RESERVED} holds more than text")
         tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
+        ties = _ties_among(texts, tensors)
         end = _end_of(header)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnsafeFile(
@@ -86,10 +88,43 @@ def list_file(storage: Storage, path: str) -> Listing:
             f"{path}: has {info.size} bytes where its header describes {8 + length + end}: "
             "the file is truncated or something was appended; copy it again"
         )
-    # A tie is stored once, and the metadata maps the other name to it, as `save_model` writes it.
-    ties = {name: kept for name, kept in texts.items() if kept in tensors and name not in tensors}
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
-    return Listing("safetensors", (info,), tensors, texts)
+    others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
+    return Listing("safetensors", (info,), tensors, others)
+
+
+def with_ties(
+    texts: Mapping[str, str], tied: Mapping[str, str], names: Collection[str]
+) -> dict[str, str]:
+    """The metadata of a file: free text, and the ties of its tensors as `save_model` writes them.
+
+    Args:
+        texts: free text.
+        tied: name -> the name of the tensor that it is tied to, in any file.
+        names: names of the file's tensors.
+    """
+    ties = {name: kept for name, kept in tied.items() if kept in names}
+    metadata = {**texts, **ties}
+    # A text that is a tensor's name by chance is not a tie.
+    if not {*names}.isdisjoint(metadata.values()):
+        metadata[TIES] = json.dumps([*ties])
+    return metadata
+
+
+def _ties_among(texts: Mapping[str, str], tensors: Collection[str]) -> dict[str, str]:
+    """Name -> the name of the tensor that it is tied to, from a file's metadata.
+
+    A tie is stored once, and the metadata maps the other name to it, as `save_model` writes it,
+    without telling it from free text: there a tie is taken for one if both names end alike.
+    """
+    names: Any = (name for name in texts if _end(name) == _end(texts[name]))
+    if TIES in texts:
+        names = json.loads(texts[TIES])
+    return {n: texts[n] for n in names if texts.get(n) in tensors and n not in tensors}
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

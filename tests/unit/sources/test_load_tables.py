@@ -251,7 +251,11 @@ def test_a_head_of_another_size_has_a_way_out_that_works() -> None:
     assert wider[1].weight.shape == (5, 3)
 
 
-@pytest.mark.parametrize("call", [anyrank.load, anyrank.plan])
+def converted(_: nn.Module, path: Path, rename: Any) -> None:
+    anyrank.convert(path, path.with_suffix(".out"), rename=rename)
+
+
+@pytest.mark.parametrize("call", [anyrank.load, anyrank.plan, converted])
 @pytest.mark.parametrize(
     ("state", "old", "near"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from tests.runs import save
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -165,17 +165,22 @@ def test_beside_an_optimizer_the_table_of_weights_is_taken(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("rename", "idle"),
     [
-        ({"net": "", "nett": "x", "net.a": "b", "net.a.": "c"}, ["nett", "net.a."]),
-        ([("^net[.]", ""), ("nett", "x")], ["nett"]),
-        (str.lower, []),
+        (
+            {"net": "", "nett": "x", "net.a": "b", "net.a.": "c"},
+            {"nett": "", "net.a.": " (near: net.a)"},
+        ),
+        ([("^net[.]", ""), ("nett", "x")], {"nett": ""}),
+        (str.lower, {}),
     ],
 )
 def test_entries_of_rename_that_match_nothing_are_reported(
-    tmp_path: Path, rename: Any, idle: list[str]
+    tmp_path: Path, rename: Any, idle: dict[str, str]
 ) -> None:
-    weights = {"net.a": torch.zeros(2)}
-    report = anyrank.convert(weights, tmp_path / "out", rename=rename)
-    assert report.skipped == [f"{old}: rename= has it, and no key matches" for old in idle]
+    model = nn.ModuleDict({"net": nn.ParameterDict({"a": torch.zeros(2)})})
+    for number, source in enumerate((model, dict(model.state_dict()))):
+        report = anyrank.convert(source, tmp_path / str(number), rename=rename)
+        said = [f"{old}: rename= has it, and no key matches{near}" for old, near in idle.items()]
+        assert report.skipped == said
 
 
 def test_tensors_without_elements_are_no_ties(tmp_path: Path) -> None:
@@ -362,11 +367,99 @@ def test_values_that_are_not_finite_are_found() -> None:
             assert not all_finite(values)
 
 
-def test_a_key_that_rename_turns_into_nothing_is_left_out(tmp_path: Path) -> None:
-    weights = {"a": torch.ones(2), "b": torch.zeros(2)}
-    report = anyrank.convert(weights, tmp_path / "out", rename={"b": ""})
-    assert read_folder(tmp_path / "out").keys() == {"a"}
-    assert report.skipped == ["b: rename= leaves it out"]
+class Tied(nn.Module):
+    """Three tensors, two of which have two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 4))
+        self.emb = nn.Embedding(6, 4)
+        self.head, self.proj, self.out = (nn.Linear(4, 6, bias=False) for _ in range(3))
+        self.head.weight = self.emb.weight
+        self.out.weight = self.table
+
+
+def source_of(model: nn.Module, kind: str, folder: Path) -> Any:
+    """The model itself, or what convert or others write of it."""
+    if kind == "model":
+        return model
+    if kind == "state_dict":
+        return dict(model.state_dict())
+    if kind == "save_model":
+        save_model(model, str(folder / "own.safetensors"))
+        return folder / "own.safetensors"
+    to: Any = "safetensors" if kind in ("file", "shards") else kind
+    name = "w.safetensors" if kind == "file" else kind
+    anyrank.convert(model, folder / name, to=to, shard_bytes=100 if kind == "shards" else None)
+    return folder / name
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize(
+    "kind", ["model", "state_dict", "file", "shards", "torch", "dcp", "save_model"]
+)
+def test_a_key_that_rename_turns_into_nothing_is_left_out(
+    tmp_path: Path, kind: str, to: Any
+) -> None:
+    model = Tied()
+    source = source_of(model, kind, tmp_path)
+    values = model.state_dict()
+    out = tmp_path / "out"
+
+    def written(rename: dict[str, str]) -> dict[str, torch.Tensor]:
+        report = anyrank.convert(source, out, to=to, rename=rename, overwrite=True)
+        left = [name for name, new in rename.items() if not new]
+        assert [*report.skipped] == [f"{name}: rename= leaves it out" for name in left]
+        names = [tensor.name for tensor in anyrank.inspect(out).tensors]
+        assert len(names) == len({*names})
+        found = {name: torch.empty(6, 4) for name in names}
+        module = nn.Module()
+        module.__dict__["_parameters"].update(found)
+        anyrank.load(module, out)
+        return found
+
+    both = {"head.weight", "emb.weight"}
+    for one in both:  # either name of the tie
+        found = written({one: ""})
+        assert found.keys() >= {"proj.weight", *both} - {one}
+        assert one not in found
+        assert all(torch.equal(value, values[name]) for name, value in found.items())
+    found = written({"head.weight": "", "emb.weight": "old", "proj.weight": "emb.weight"})
+    assert found.keys() >= {"old", "emb.weight"}
+    assert "head.weight" not in found
+    assert torch.equal(found["emb.weight"], values["proj.weight"])
+    found = written({"head": "output"})
+    assert torch.equal(found["output.weight"], values["emb.weight"])
+    assert "head.weight" not in found
+
+
+def test_a_model_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="leaves out every tensor"):
+        anyrank.convert(nn.Linear(2, 2), tmp_path / "out", rename=lambda _: "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_text_beside_the_tensors_is_no_tensor_and_stays(tmp_path: Path) -> None:
+    weights = {"emb.weight": torch.ones(2), "pt": torch.zeros(2)}
+    texts = {"best": "emb.weight", "format": "pt", "note": "x"}
+    save_file(weights, tmp_path / "w.safetensors", metadata=texts)
+    anyrank.convert(tmp_path / "w.safetensors", tmp_path / "x.safetensors")
+    # Ties of the result, and another text that looks like one after a rename.
+    anyrank.convert(
+        tmp_path / "w.safetensors", tmp_path / "y.safetensors", rename={"emb.weight": "a.best"}
+    )
+    for name in ("w", "x", "y"):
+        found = anyrank.inspect(tmp_path / f"{name}.safetensors")
+        assert [tensor.name.replace("a.best", "emb.weight") for tensor in found.tensors] == [
+            *weights
+        ]
+        assert found.metadata == texts
+    save_file({"a.best": torch.ones(2)}, tmp_path / "z.safetensors", metadata={"b.best": "c.best"})
+    rename = {"a.best": "c.best"}
+    anyrank.convert(tmp_path / "z.safetensors", tmp_path / "again.safetensors", rename=rename)
+    found = anyrank.inspect(tmp_path / "again.safetensors")
+    assert [tensor.name for tensor in found.tensors] == ["c.best"]
+    assert found.metadata == {"format": "pt", "b.best": "c.best"}
 
 
 class WithExtra(nn.Module):

@@ -73,7 +73,11 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
 
 
 def idle_renames(
-    rename: Rename, source: Listing, chosen: Listing, keys: Collection[str]
+    rename: Rename,
+    source: Listing,
+    chosen: Listing,
+    keys: Collection[str],
+    tables: Sequence[str] = (),
 ) -> list[str]:
     """Describe the entries of `rename=` that match no key of a source.
 
@@ -82,10 +86,11 @@ def idle_renames(
         source: everything in the source.
         chosen: the result of `weights_for`.
         keys: the keys that were renamed.
+        tables: the tables that hold weights, if all of them were taken because no model says which.
 
     Raises:
         LoadError: a dict has such an entry, or all entries of a list are such, and one of several
-            tables was taken by its name.
+            tables was taken by its name, or all of them.
     """
     if rename is None:
         return []
@@ -99,7 +104,8 @@ def idle_renames(
     # A list of regexes may be meant for files of several kinds; if none is for this file, it is
     # mistyped like a dict's name.
     is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
-    tables = [] if is_for_source else _alternatives(source, chosen)
+    several = tables if len(tables) > 1 else _alternatives(source, chosen)
+    tables = [] if is_for_source else several
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
         raise LoadError(

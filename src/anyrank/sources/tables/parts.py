@@ -26,14 +26,19 @@ class Parts:
         others: tensors of optimizers and the like, which no flat source has.
         unread: tensors among them without bytes that are their values.
         prefix: prefix of the weights' keys, if they form one table that is known as theirs.
-        has_several: whether several tables may hold weights.
+        tables: the tables that may hold weights, by their whole names; "" for tensors beside them.
     """
 
     weights: dict[str, StoredTensor]
     others: dict[str, StoredTensor]
     unread: dict[str, str]
     prefix: str = ""
-    has_several: bool = False
+    tables: tuple[str, ...] = ()
+
+    @property
+    def has_several(self) -> bool:
+        """Return whether several tables may hold weights."""
+        return len(self.tables) > 1
 
 
 def parts_of(listing: Listing) -> Parts:
@@ -66,7 +71,8 @@ def parts_of(listing: Listing) -> Parts:
     weights = {key: stored for group in groups.values() for key, stored in group.items()}
     [only] = groups if len(groups) == 1 else [""]
     prefix = f"{above}{only}." if only in NESTED else ""
-    return Parts(weights, others, unread, prefix, has_several=len(groups) > 1)
+    tables = tuple(part and above + part for part in groups)
+    return Parts(weights, others, unread, prefix, tables)
 
 
 def _above_all(whole: dict[str, StoredTensor], listing: Listing) -> str:

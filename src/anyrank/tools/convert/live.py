@@ -40,7 +40,9 @@ from anyrank.runs.saving.rank_file import make_items, write_share
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
 from anyrank.sources.step_listing import list_step
+from anyrank.sources.tables.choice import idle_renames
 from anyrank.sources.tables.renaming import renamer
+from anyrank.tensors.names import Rename
 from anyrank.tensors.sharded_tensor import ShardedTensor, shared
 from anyrank.tensors.spread import Spread
 from anyrank.tools.convert.destination import STORE, Destination, destination
@@ -105,7 +107,7 @@ def convert_live(
             names = [*(tensor.name for tensor in tensors), *extras]
             weights = {name: listing.tensors[name] for name in names}
             selection = as_files(Selection(weights, tied), listing, model, tensors)
-            selection = _renamed(selection, renamer(options.rename))
+            selection = _renamed(selection, listing, options.rename)
             has_files = options.to == "safetensors" and not target.is_file
             small = configuration(model, options.cast_dtype) if has_files else {}
             return convert_listing(listing, selection, target, options, small=small)
@@ -163,27 +165,36 @@ def _saved(
                 STORE.remove_folder(folder)
 
 
-def _renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
-    """Give the selection the names that the caller asked for.
+def _renamed(selection: Selection, listing: Listing, rename: Rename) -> Selection:
+    """Give the selection the names that the caller asked for, without those that become empty.
 
     Raises:
-        LoadError: two tensors get one name, or one gets an empty name.
+        LoadError: two tensors get one name, or none is left.
     """
-    tensors = [(rename(name), stored) for name, stored in selection.tensors.items()]
-    tied = {rename(name): rename(kept) for name, kept in selection.tied.items()}
-    names = [*(name for name, _ in tensors), *map(rename, selection.tied)]
-    twice = [name for name, number in Counter(names).items() if number > 1 or not name]
+    owners = {name: name for name in selection.tensors} | selection.tied
+    whole = listing.with_tensors({n: selection.tensors[owner] for n, owner in owners.items()})
+    idle = idle_renames(rename, whole, whole, owners)
+    new_name = renamer(rename)
+    names = {name: new for name in owners if (new := new_name(name))}
+    first: dict[str, str] = {}  # an owner that is left out is written under the name of its tie
+    for name, new in names.items():
+        first.setdefault(owners[name], new)
+    twice = [name for name, number in Counter(names.values()).items() if number > 1]
     if twice:
-        if not twice[0]:
-            raise LoadError("rename= gives a tensor of the model an empty name")
         raise LoadError(f"rename= gives two tensors of the model the name {twice[0]}: rename one")
-    renamed = {key: rename(name) for key, name in selection.renamed.items()}
-    renamed |= {
-        name: new
-        for name in selection.tensors
-        if (new := rename(name)) != name and name not in selection.renamed.values()
-    }
-    return replace(selection, tensors=dict(tensors), tied=tied, renamed=renamed)
+    if not names:
+        raise LoadError("rename= leaves out every tensor of the model: keep one")
+    renamed = {key: names[name] for key, name in selection.renamed.items() if name in names}
+    known = {*selection.renamed.values()}
+    renamed |= {name: new for name, new in names.items() if new != name and name not in known}
+    left_out = [name for name in owners if name not in names]
+    return replace(
+        selection,
+        tensors={first[name]: t for name, t in selection.tensors.items() if name in first},
+        tied={new: first[owners[n]] for n, new in names.items() if new != first[owners[n]]},
+        renamed=renamed,
+        skipped=(*selection.skipped, *(f"{n}: rename= leaves it out" for n in left_out), *idle),
+    )
 
 
 def _joined(saved: Listing, extras: Mapping[str, torch.Tensor]) -> Listing:

@@ -10,7 +10,7 @@ from anyrank.errors import LoadError
 from anyrank.sources import torch_zip
 from anyrank.sources.dcp_output import DcpPiece, DcpTensor, spell_metadata
 from anyrank.sources.run_step import METADATA
-from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED
+from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED, with_ties
 from anyrank.sources.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.writes import PIECE_BYTES
@@ -20,9 +20,18 @@ DCP_DATA = "__0_0.distcp"
 
 
 def plan_safetensors(
-    name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]
+    name: str,
+    tensors: Sequence[OutputTensor],
+    tied: Mapping[str, str],
+    metadata: Mapping[str, str],
 ) -> OutputFile:
     """Plan one file, with its tensors sorted by element size so that each is aligned.
+
+    Args:
+        name: its name.
+        tensors: its tensors.
+        tied: name -> the name whose bytes it shares, in this file or another one.
+        metadata: free text.
 
     Raises:
         LoadError: a dtype or a name that the format does not have, or too many names.
@@ -37,7 +46,9 @@ def plan_safetensors(
                 "another to="
             )
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header: dict[str, object] = {RESERVED: dict(metadata)}
+    header: dict[str, object] = {
+        RESERVED: with_ties(metadata, tied, {tensor.name for tensor in tensors})
+    }
     position = 0
     for tensor in ordered:
         shape, code = list(tensor.shape), CODES[tensor.dtype]
@@ -60,7 +71,11 @@ def plan_safetensors(
 
 
 def plan_safetensors_folder(
-    tensors: Sequence[OutputTensor], metadata: Mapping[str, str], shard_bytes: int, stem: str
+    tensors: Sequence[OutputTensor],
+    tied: Mapping[str, str],
+    metadata: Mapping[str, str],
+    shard_bytes: int,
+    stem: str,
 ) -> Output:
     """A Hugging Face folder: one file, or shards of at most `shard_bytes` and their index.
 
@@ -69,12 +84,12 @@ def plan_safetensors_folder(
     """
     groups = shards_of(tensors, shard_bytes)
     if len(groups) == 1:
-        return Output((plan_safetensors(f"{stem}.safetensors", groups[0], metadata),))
+        return Output((plan_safetensors(f"{stem}.safetensors", groups[0], tied, metadata),))
     files: list[OutputFile] = []
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        files.append(plan_safetensors(name, group, metadata))
+        files.append(plan_safetensors(name, group, tied, metadata))
         weight_map |= dict.fromkeys((tensor.name for tensor in group), name)
     total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
     index = {"metadata": total, "weight_map": weight_map}

@@ -11,7 +11,7 @@ from anyrank.files.listing import Listing, ties_of
 from anyrank.models.dialects.transformers.dequantise import without_scales
 from anyrank.models.dialects.transformers.quantised import is_packed, scales_of
 from anyrank.models.fits import PACKED
-from anyrank.sources.tables.choice import tables_named, take_tables, unused
+from anyrank.sources.tables.choice import idle_renames, tables_named, take_tables
 from anyrank.sources.tables.parts import parts_of
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import WRAPPERS, Rename
@@ -47,14 +47,22 @@ def select(listing: Listing, rename: Rename) -> Selection:
         rename: as for `convert`.
 
     Raises:
-        LoadError: two keys get one name, there are no weights, or one is not a dense tensor.
+        LoadError: two keys get one name, there are no weights, or one is not a dense tensor; or as
+            for `idle_renames`.
     """
-    new_name = renamer(rename)
+    source, new_name = listing, renamer(rename)
     named = tables_named(listing, None if rename is None else new_name)
+    tables: list[str] = []
     if named is None:
-        listing, keys = _weights_of(listing)
+        parts = parts_of(listing)
+        tables = sorted(filter(None, parts.tables))
+        listing = take_tables(listing, parts.weights, parts.others)
+        # If one table is known to hold the weights, a name is that within the table.
+        keys = {key: key.removeprefix(parts.prefix) for key in parts.weights}
     else:
         listing, keys = named, {key: key for key in named.tensors}
+    chosen = listing.with_tensors({name: listing.tensors[key] for key, name in keys.items()})
+    idle = idle_renames(rename, source, chosen, chosen.tensors, tables)
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
     skipped = [f"{key}: rename= leaves it out" for key in left_out]
     names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
@@ -83,20 +91,9 @@ def select(listing: Listing, rename: Rename) -> Selection:
     kept = {name: stored for name, stored in tensors.items() if name not in tied}
     extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
-    idle = [f"{old}: rename= has it, and no key matches" for old in unused(rename, keys.values())]
     notes = (*listing.skipped, *skipped, *extras, *idle)
     stored_names = frozenset(listing.tensors[key].name for key in left_out)
     return Selection(kept, tied, renamed, notes, stored_names)
-
-
-def _weights_of(listing: Listing) -> tuple[Listing, dict[str, str]]:
-    """The weights by whole keys, and key -> name.
-
-    If one table is known to hold the weights, the name is that within the table.
-    """
-    parts = parts_of(listing)
-    chosen = take_tables(listing, parts.weights, parts.others)
-    return chosen, {key: key.removeprefix(parts.prefix) for key in parts.weights}
 
 
 def _plain(name: str) -> str:

@@ -228,7 +228,7 @@ def _plan(
         return plan_dcp_folder(tensors, tied)
     if options.to == "torch":
         return plan_torch_file(target.name, tensors, tied)
-    texts = {**metadata, **FOR_TRANSFORMERS, **tied}
+    texts = {**metadata, **FOR_TRANSFORMERS}
     if target.is_file:
-        return Output((plan_safetensors(target.name, tensors, texts),))
-    return plan_safetensors_folder(tensors, texts, options.shard_bytes or SHARD_BYTES, stem)
+        return Output((plan_safetensors(target.name, tensors, tied, texts),))
+    return plan_safetensors_folder(tensors, tied, texts, options.shard_bytes or SHARD_BYTES, stem)
