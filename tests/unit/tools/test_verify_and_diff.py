@@ -7,7 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -261,6 +261,32 @@ def test_everything_that_differs_is_named(tmp_path: Path) -> None:
     assert report.values["lossy"].elements == 2
     assert next(iter(report.values)) == "nan"
     assert json.loads(report.to_json())["values"]["nan"]["largest"] is None
+
+
+@pytest.mark.parametrize("kind", ["dict", "file", "torch", "dcp"])
+def test_a_second_name_of_a_tensor_that_both_have_is_no_difference(
+    tmp_path: Path, kind: str
+) -> None:
+    table = torch.randn(4, 2)
+    tied = {"emb.weight": table, "head.weight": table, "b": torch.ones(2)}
+    source: Any = tied
+    if kind != "dict":
+        to: Any = "safetensors" if kind == "file" else kind
+        source = tmp_path / ("w.safetensors" if kind == "file" else kind)
+        anyrank.convert(tied, source, to=to)
+    for kept, other in (("emb.weight", "head.weight"), ("head.weight", "emb.weight")):
+        alone = {kept: table, "b": torch.ones(2)}
+        for report in (anyrank.diff(source, alone), anyrank.diff(alone, source)):
+            assert report, report
+            assert (report.tied, report.equal) == ({other: kept}, 2)
+            assert f"{other} = {kept}, in one of them" in str(report)
+    assert anyrank.diff(source, alone, ignore="*.weight")
+    changed = anyrank.diff(source, {"emb.weight": table + 1, "b": torch.ones(2)})
+    assert [*changed.values] == ["emb.weight"]
+    apart = tied | {"head.weight": table.clone()}  # a tensor more, whatever its values
+    assert anyrank.diff(apart, {"emb.weight": table, "b": tied["b"]}).only_a == ["head.weight"]
+    assert anyrank.diff(source, {"b": tied["b"]}).only_a == ["emb.weight", "head.weight"]
+    assert anyrank.diff(source, apart)
 
 
 def test_two_runs_are_compared_by_steps(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import Listing, ties_of
 from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.reader import Reader
@@ -69,6 +69,8 @@ class DiffReport:
         a, b: the sources, as given; for runs, the folders of the step.
         equal: number of tensors with the same bits under the same name.
         only_a, only_b: names that only one of them has; for steps, also parts.
+        tied: names that only one of them has, which are no difference -> the tensor that both have,
+            whose bytes it shares there.
         shapes: name -> both shapes.
         dtypes: name -> both dtypes; the values are compared too.
         values: name -> how they differ, the largest difference first.
@@ -107,6 +109,7 @@ class DiffReport:
     steps_only: list[int] = field(default_factory=list[int])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])
     not_compared: dict[str, int] = field(default_factory=dict[str, int])
+    tied: dict[str, str] = field(default_factory=dict[str, str])
 
     def __bool__(self) -> bool:
         names = self.only_a or self.only_b
@@ -130,6 +133,7 @@ class DiffReport:
         groups: list[tuple[str, list[str]]] = [
             ("only in", [f"{self.a}: {name}" for name in self.only_a]),
             ("only in", [f"{self.b}: {name}" for name in self.only_b]),
+            ("tied", [f"{name} = {kept}, in one of them" for name, kept in self.tied.items()]),
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [f"{name}: {value}" for name, value in self.values.items()]),
@@ -367,8 +371,10 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> D
     dtypes: dict[str, tuple[str, str]] = {}
     values: dict[str, Difference] = {}
     unread = {n: what for n, what in {**a.unreadable, **b.unreadable}.items() if not ignore(n)}
-    only_a = [name for name in a.tensors if name not in b.tensors and name not in unread]
-    only_b = [name for name in b.tensors if name not in a.tensors and name not in unread]
+    tied = _second_names(a, b) | _second_names(b, a)
+    beside = unread.keys() | tied.keys()
+    only_a = [name for name in a.tensors if name not in b.tensors and name not in beside]
+    only_b = [name for name in b.tensors if name not in a.tensors and name not in beside]
     equal = 0
     both = [name for name in a.tensors if name in b.tensors]
     total = sum(a.tensors[name].nbytes + b.tensors[name].nbytes for name in both)
@@ -400,7 +406,19 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> D
         dtypes,
         dict(sorted(values.items(), key=lambda item: -_size(item[1].largest))),
         unreadable=unread,
+        tied=tied,
     )
+
+
+def _second_names(listing: Listing, other: Listing) -> dict[str, str]:
+    """The names that only this one of two sources has -> a name of the same bytes that both have.
+
+    One writer keeps one name of a tie, another one both: their tensors are the same.
+    """
+    owners = ties_of(listing.tensors)
+    common = {owners.get(name, name): name for name in listing.tensors if name in other.tensors}
+    only = (name for name in listing.tensors if name not in other.tensors)
+    return {n: common[owner] for n in only if (owner := owners.get(n, n)) in common}
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
