@@ -10,6 +10,7 @@ from tests.integrations.families import build
 from tests.ranks.sharded_nets import LAYOUTS, Net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
 from anyrank.testing import run_ranks
@@ -127,6 +128,29 @@ def test_a_tensor_without_a_rule_raises_and_nothing_changes() -> None:
     with pytest.raises(anyrank.LoadError, match=r"no rule gives initial values to 1.weight"):
         anyrank.materialize(model)
     assert all(p.is_meta for p in model.parameters())
+
+
+def job_without_a_rule() -> list[str]:
+    """Fill FSDP2 and DDP models that have a tensor without a rule, beside real weights."""
+    said: list[str] = []
+    source = nn.Linear(2, 2).state_dict()
+    source = {f"0.{name}": tensor for name, tensor in source.items()}
+    for wrap in (fully_shard, DistributedDataParallel):
+        for call in (anyrank.plan, anyrank.load, anyrank.sync):
+            net = nn.Sequential(nn.Linear(2, 2), Silent())
+            nn.init.ones_(net[1].get_parameter("weight"))
+            model: Any = wrap(net)
+            before = whole(model)
+            with pytest.raises(anyrank.LoadError) as caught:
+                call(model, source, missing="init")
+            said.append(str(caught.value))
+            assert all(torch.equal(before[name], t) for name, t in whole(model).items())
+    return said
+
+
+def test_a_tensor_without_a_rule_is_refused_by_all_ranks_before_weights_change() -> None:
+    for said in run_ranks(2, job_without_a_rule):
+        assert all("no rule gives initial values to 1.weight" in text for text in said)
 
 
 def twos(module: Any) -> None:

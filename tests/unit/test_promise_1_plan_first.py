@@ -47,6 +47,56 @@ def test_a_problem_is_raised_before_the_first_byte(tmp_path: Path, problem: str)
             call(net(), tmp_path / "w.safetensors")
 
 
+class Statistics(nn.Module):
+    """A linear layer, and a tensor that no rule writes whole."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.kind = kind
+        if kind == "on meta":
+            self.register_buffer("mean", torch.zeros(3, device="meta"), persistent=False)
+        elif kind == "parameter":
+            self.mean = nn.Parameter(torch.zeros(3))
+        else:
+            self.register_buffer("mean", torch.zeros(3))
+
+    def reset_parameters(self) -> None:
+        if self.kind == "part":
+            self.get_buffer("mean")[:2] = 0
+        if self.kind == "failing":
+            raise RuntimeError("no statistics yet")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "part", "failing", "on meta"])
+def test_a_tensor_that_no_rule_writes_is_refused_before_anything_changes(kind: str) -> None:
+    """By load, plan and sync alike, with an exchange of values and without."""
+    source = nn.Linear(4, 4).state_dict()
+    source = {f"fc.{name}": tensor for name, tensor in source.items()}
+    calls: list[Any] = [
+        anyrank.plan,
+        anyrank.load,
+        anyrank.sync,
+        lambda model, weights, **options: anyrank.sync(model, weights, atomic=True, **options),
+    ]
+    for call in calls:
+        model = Statistics(kind)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state = torch.get_rng_state()
+        with pytest.raises(anyrank.LoadError, match=r"mean.*") as caught:
+            call(model, source, missing="init")
+        assert "partly overwritten" not in str(caught.value)
+        assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state)
+        with anyrank.meta():
+            fresh = Statistics(kind)
+        with pytest.raises(anyrank.LoadError):
+            call(fresh, source, missing="init")
+        assert fresh.fc.weight.is_meta
+    if kind != "on meta":
+        anyrank.load(Statistics(kind), source, missing="keep")
+
+
 @pytest.mark.usefixtures("no_payload")
 def test_the_check_of_this_file_can_fail(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "w.safetensors")

@@ -15,6 +15,7 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.models.dialects.dialect import LIVE, Case, Dialect, ModelMatch, Renamer, dialects_of
 from anyrank.models.dialects.registry import DIALECTS
+from anyrank.models.first_values.buffers import without_rule
 from anyrank.models.first_values.parametrised import parametrised
 from anyrank.models.fits import find_misfit, unwritable
 from anyrank.models.frozen_parts import FrozenSource
@@ -212,7 +213,8 @@ def _problems(
     # Adapters are judged last, when it is known what fills their base.
     for dialect in dialects:
         problems += dialect.problems(match)
-    return problems
+    # The rules of modules run only for a match that is right otherwise.
+    return problems or without_rule(case.model, match)
 
 
 def _with_missing(

@@ -1,15 +1,19 @@
-"""Non-persistent buffers on meta: no file holds them, so a rule of their module fills them."""
+"""Which tensors get no first values from any rule; and non-persistent buffers on meta: no file
+holds them, so a rule of their module fills them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.models.first_values.initialise import Initialiser
+from anyrank.models.dialects.dialect import ModelMatch
+from anyrank.models.first_values.initialise import Initialiser, no_rule_for
 from anyrank.models.replace import Replacement
-from anyrank.models.share import allocate
+from anyrank.models.share import allocate, default_device, device_for
 from anyrank.models.tensors import ModelTensor
 from anyrank.world.ranks import Ranks
 
@@ -37,7 +41,7 @@ def rebuilt_values(
         rules: dict[str, str] = {}
         lost = set[str]()
         for target in targets:
-            if target.kind != "derived" or not target.is_meta:
+            if not _needs_rebuilding(target):
                 continue
             local = allocate(target, device)
             rule = initialiser.fill(target, local)
@@ -54,10 +58,41 @@ def rebuilt_values(
         lambda some, others: (some[0] | others[0], some[1] | others[1]),
     )
     if lost:
-        raise LoadError(
-            "non-persistent buffers on meta that no rule of their module rebuilds: "
-            f"{', '.join(sorted(lost))}"
-            "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
-            "the module a reset_parameters() that fills them"
-        )
+        raise LoadError(_not_rebuilt(lost))
     return rules, replacements
+
+
+def without_rule(model: nn.Module, match: ModelMatch) -> list[str]:
+    """Report tensors of a match that need first values, and that no rule writes.
+
+    The rules run here for nothing but this answer, one whole tensor at a time: a load that learns
+    it later has overwritten weights.
+
+    Raises:
+        LoadError: as for `Initialiser.fill`.
+    """
+    wanted = [match.tensors[index] for index in match.initialise]
+    rebuilt = [target for target in match.tensors if _needs_rebuilding(target)]
+    if not wanted and not rebuilt:
+        return []
+    initialiser, device = Initialiser(model, seed=0), default_device(match.tensors)
+
+    def lacking(targets: Iterable[ModelTensor]) -> list[str]:
+        return [t.name for t in targets if not initialiser.values(t, device_for(t, device))[0]]
+
+    unwritten, lost = lacking(wanted), lacking(rebuilt)
+    problems = [no_rule_for(unwritten)] if unwritten else []
+    return problems + ([_not_rebuilt(lost)] if lost else [])
+
+
+def _needs_rebuilding(target: ModelTensor) -> bool:
+    return target.kind == "derived" and target.is_meta
+
+
+def _not_rebuilt(names: Iterable[str]) -> str:
+    return (
+        "non-persistent buffers on meta that no rule of their module rebuilds: "
+        f"{', '.join(sorted(names))}"
+        "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
+        "the module a reset_parameters() that fills them"
+    )

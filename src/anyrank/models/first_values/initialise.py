@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,14 +57,28 @@ class Initialiser:
         Raises:
             LoadError: a rule fails on the stand-in, or needs values that do not exist yet.
         """
+        name, value = self.values(target, local.device)
+        if value is not None:
+            _give(target, local, value)
+        return name
+
+    def values(
+        self, target: ModelTensor, device: torch.device
+    ) -> tuple[str | None, torch.Tensor | None]:
+        """The rule that ran last, and a whole target's values by the rules.
+
+        None for both if the rules leave a part unwritten; None for the values of an empty target.
+
+        Raises:
+            LoadError: as for `fill`.
+        """
         if 0 in target.shape:
-            return "nothing to fill"
-        written = [self._written(target, local.device, number) for number in _fills(target.dtype)]
+            return "nothing to fill", None
+        written = [self._written(target, device, number) for number in _fills(target.dtype)]
         name, value = written[0]
         if value is None or any(_differ(value, other) for _, other in written):
-            return None
-        _give(target, local, value)
-        return name
+            return None, None
+        return name, value
 
     def fill_all(
         self, wanted: Iterable[tuple[ModelTensor, torch.Tensor]], sample: Callable[[], None]
@@ -88,11 +102,7 @@ class Initialiser:
                 rules[target.name] = rule
             sample()
         if without:
-            raise LoadError(
-                f"no rule gives initial values to {', '.join(first_few(without, 10))} (looked for "
-                "_init_weights, reset_parameters, init_weights): load their values, give their "
-                "modules a reset_parameters(), or call materialize(init=) with a rule of your own"
-            )
+            raise LoadError(no_rule_for(without))
         return rules
 
     def _written(
@@ -184,6 +194,15 @@ class Initialiser:
         registry = owner["_parameters" if entry.attribute in owner["_parameters"] else "_buffers"]
         old, registry[entry.attribute] = registry[entry.attribute], tensor
         return old
+
+
+def no_rule_for(names: Sequence[str]) -> str:
+    """Say of which tensors the rules leave a part unwritten, with the ways out."""
+    return (
+        f"no rule gives initial values to {', '.join(first_few(names, 10))} (looked for "
+        "_init_weights, reset_parameters, init_weights): load their values, give their "
+        "modules a reset_parameters(), or call materialize(init=) with a rule of your own"
+    )
 
 
 def _is_adapter_layer(module: nn.Module) -> bool:
