@@ -3,6 +3,7 @@ of a tied weight it changes, and whose tensors a file holds."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import anyrank
+from anyrank.errors import LoadError
 from anyrank.integrations import peft
 from anyrank.testing import run_ranks
 
@@ -127,6 +130,188 @@ def test_a_run_is_not_resumed_at_another_scale(tmp_path: Path, other: dict[str, 
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(same)) as ckpts:
         ckpts.resume()
     assert error_of(same, adapted(llama(), **both)) == 0
+
+
+SCALED: dict[str, Any] = {
+    "LoRA": LoraConfig(r=4, target_modules=["q_proj"]),
+    "rsLoRA": LoraConfig(r=4, target_modules=["q_proj"], use_rslora=True),
+    "a pattern": LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": 3}),
+    "DoRA": LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+    "an embedding": LoraConfig(r=4, target_modules=["embed_tokens"]),
+    "experts": LoraConfig(r=2, target_parameters=["experts.down_proj"]),
+    "LoHa": LoHaConfig(r=4, target_modules=["q_proj"]),
+    "LoKr": LoKrConfig(r=4, target_modules=["q_proj"]),
+}
+
+
+def scaled_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "scale_layer")]
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_scale_that_the_model_was_given_is_compared(tmp_path: Path, kind: str) -> None:
+    def made(seed: int = 1) -> Any:
+        base = experts() if kind == "experts" else llama(tied=kind != "an embedding")
+        model = get_peft_model(base, copy.deepcopy(SCALED[kind])).eval()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.3)
+        return model
+
+    trained = made()
+    peft.save(trained, tmp_path / "folder")
+    calls: dict[str, Any] = {
+        "load": lambda model: anyrank.load(model, tmp_path / "folder"),
+        "plan": lambda model: anyrank.plan(model, tmp_path / "folder"),
+        "peft.load": lambda model: peft.load(model, tmp_path / "folder"),
+        "sync": lambda model: anyrank.sync(model, trained),
+        "peft.save": lambda model: peft.save(model, tmp_path / "again"),
+    }
+    model = made(seed=2)
+    for layer in scaled_layers(model):
+        layer.set_scale("default", 0.5)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for call in calls.values():
+        with pytest.raises((ValueError, anyrank.LoadError), match=r"its adapter is scaled by "):
+            call(model)
+    assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
+    assert not (tmp_path / "again").exists()
+    anyrank.load(model, tmp_path / "folder" / peft.WEIGHTS)  # the file alone says no scale
+    for layer in scaled_layers(model):
+        layer.set_scale("default", 1)
+    for call in calls.values():
+        call(model)
+    assert error_of(model, trained) == 0
+
+
+def job_scaled(folder: str, wrapper: str) -> list[str]:
+    wrap: Any = DistributedDataParallel if wrapper == "ddp" else fully_shard
+    peft.save(wrap(adapted(llama())), folder)
+    model = wrap(adapted(llama(), seed=2))
+    scaled_layers(model)[0].set_scale("default", 2)
+    errors: list[str] = []
+    for call in (anyrank.load, peft.load, peft.save):
+        with pytest.raises((ValueError, anyrank.LoadError)) as caught:
+            call(model, folder)
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_scale_is_compared_under_wrappers(tmp_path: Path, wrapper: str) -> None:
+    for errors in run_ranks(2, job_scaled, str(tmp_path), wrapper):
+        assert all("q_proj.lora_A.default.weight: its adapter is scaled by 4" in e for e in errors)
+
+
+# -- what is merged -------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """A convolution, and linear layers with and without a bias."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(self.conv(x).flatten(2).transpose(1, 2)))
+
+
+def layers(kind: str) -> Any:
+    torch.manual_seed(0)
+    conv = {
+        "a group": nn.Conv2d(4, 4, 1, groups=2),
+        "Conv1d": nn.Conv1d(4, 4, 3, padding=1),
+        "Conv3d": nn.Conv3d(4, 4, 1),
+    }.get(kind, nn.Conv2d(4, 4, 3, padding=1))
+    more: dict[str, Any] = {
+        "biases": {"target_modules": ["a", "b"], "lora_bias": True},
+        "a bias": {"target_modules": ["conv", "a"], "lora_bias": True},
+        "DoRA": {"target_modules": ["a", "b"], "use_dora": True},
+        "LoRA": {"target_modules": ["a", "b"]},
+        "NaN": {"target_modules": ["a", "b"]},
+        "off": {"target_modules": ["a", "b"]},
+        "one off": {"target_modules": ["a", "b"]},
+    }.get(kind, {"target_modules": ["a", "conv"]})
+    model: Any = get_peft_model(Layers(conv), LoraConfig(r=2, **more)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        if kind == "NaN":
+            model.base_model.model.b.lora_A["default"].weight[0, 0] = torch.nan
+    return model
+
+
+def switch_off(model: Any, kind: str) -> Any:
+    if kind == "off":
+        model.base_model.disable_adapter_layers()
+    if kind == "one off":
+        model.base_model.model.b.enable_adapters(False)
+    return model
+
+
+WHOLE = {"LoRA", "DoRA", "a bias", "Conv1d", "Conv2d"}  # what PEFT merges into a whole model
+MERGED = {"a sharded model": {"LoRA"}, "a whole model": WHOLE, "a replica": WHOLE}
+KINDS = [*sorted(WHOLE), "Conv3d", "a group", "biases", "NaN", "off", "one off"]
+
+
+def job_merged_layers(where: str, kind: str) -> str:
+    """Merge, and return the error; the model computes what it did, or has not changed."""
+    model = layers(kind)
+    x = torch.randn(1, 4, *[6] * {"Conv1d": 1, "Conv3d": 3}.get(kind, 2))
+    with torch.no_grad():
+        want = model(x)
+        if where == "a sharded model":
+            fully_shard(model)
+        given = DistributedDataParallel(model) if where == "a replica" else model
+        switch_off(model, kind)
+        before = {key: whole(tensor) for key, tensor in model.state_dict().items()}
+        try:
+            peft.merge(given)
+        except ValueError as error:
+            after = {key: whole(tensor) for key, tensor in model.state_dict().items()}
+            assert all(
+                torch.equal(before[k].nan_to_num(), t.nan_to_num()) for k, t in after.items()
+            )
+            assert not any(layer.merged for layer in scaled_layers(model))
+            for layer in scaled_layers(model):
+                layer.enable_adapters(True)
+            if where != "a sharded model" and kind != "NaN":
+                assert torch.equal(model(x), want)
+            return str(error)
+        assert all(layer.merged for layer in scaled_layers(model))
+        torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-3)
+        return ""
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", MERGED)
+def test_a_merge_is_done_or_refused_before_anything_changes(where: str, kind: str) -> None:
+    ranks = 1 if where == "a whole model" else 2
+    for error in run_ranks(ranks, job_merged_layers, where, kind):
+        assert (error == "") == (kind in MERGED[where]), error
+        named = "NaN" if kind == "NaN" and where == "a sharded model" else "base_model.model."
+        assert not error or named in error, error
+
+
+@pytest.mark.parametrize("kind", ["off", "one off"])
+def test_disabled_adapters_are_merged_by_none(kind: str, tmp_path: Path) -> None:
+    for call, kind_of_error in (
+        (lambda model: anyrank.sync(Layers(nn.Conv2d(4, 4, 3)), model, merge=True), LoadError),
+        (peft.merge, ValueError),
+    ):
+        with pytest.raises(kind_of_error, match="its adapters are disabled: enable them"):
+            call(switch_off(layers(kind), kind))
+    with pytest.raises(LoadError, match="belongs to an adapter"):
+        anyrank.convert(switch_off(layers(kind), kind), tmp_path / "out")
 
 
 # -- ties -----------------------------------------------------------------------------------------

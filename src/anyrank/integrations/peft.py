@@ -6,21 +6,28 @@ Tested with peft 0.21. A run that leaves the frozen base out is `anyrank.TrainSt
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, onload_layer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 import anyrank
 from anyrank.models.dialects.peft.adapters import FREE, INIT, other_settings
-from anyrank.models.dialects.peft.merging import changes_one_name, other_than_lora
+from anyrank.models.dialects.peft.merging import (
+    changes_one_name,
+    disabled,
+    other_scales,
+    other_than_lora,
+)
 from anyrank.models.tensors import find_tensors
 from anyrank.versions import warn_if_untested
 from anyrank.world.arguments import compare_arguments
@@ -28,8 +35,6 @@ from anyrank.world.ranks import Ranks, open_ranks
 
 __all__ = ["load", "merge", "save"]
 
-# Classes of LoRA's layers whose products are added to a sharded weight.
-KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 warn_if_untested("peft")
@@ -50,7 +55,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
 
     Raises:
         ValueError: not a PeftModel; no such adapter; several are active, and none is named; a
-            method whose saved values PEFT computes.
+            method whose saved values PEFT computes; an adapter that the model scales otherwise
+            than its configuration says.
         CheckpointError: the first rank could not write.
         RankError: a rank failed otherwise, for example without memory for a tensor.
         All of them on all ranks; the folder is then as it was before.
@@ -95,8 +101,9 @@ def load(
         The report of `anyrank.load`.
 
     Raises:
-        ValueError: not a PeftModel; no such active adapter; a configuration that computes something
-            else (r, lora_alpha, ...). Raised before anything changes.
+        ValueError: not a PeftModel; no such active adapter; a configuration, or a scale of the
+            model, that computes something else (r, lora_alpha, scale_layer(), ...). Raised before
+            anything changes.
         LoadError: tensors that are missing, unexpected or of another shape; first values that
             changed the base in another way (PiSSA, OLoRA, ...). Raised before anything changes.
 
@@ -139,8 +146,9 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         The PeftModel itself, without wrappers.
 
     Raises:
-        ValueError: no PeftModel, no such adapter; merged already; a weight that is tied; a sharded
-            adapter that is not plain LoRA; a sum that is not finite. Nothing has changed then.
+        ValueError: no PeftModel, no such adapter; merged already, or disabled; a weight that is
+            tied; a layer that PEFT cannot merge; a sharded adapter that is not plain LoRA on linear
+            layers and embeddings; a sum that is not finite. Nothing has changed then.
 
     Example::
 
@@ -160,12 +168,17 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
     ]
     if any(layer.merged for layer in layers):
         raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")
+    for layer in layers:
+        if problem := disabled(layer):
+            raise ValueError(f"{_name_of(inner, layer)}: {problem}")
     _check_ties(inner, layers)
     if not any(hasattr(parameter, "placements") for parameter in inner.parameters()):
+        for layer in layers:  # twice: nothing may change before all layers are known to merge
+            _try_merge(inner, layer, adapter)
         inner.merge_adapter(adapter_names=[adapter], safe_merge=True)
         return inner
     for layer in layers:
-        if what := other_than_lora(layer, KINDS, adapter):
+        if what := other_than_lora(layer, adapter):
             raise ValueError(
                 f"{_name_of(inner, layer)}: has {what}, and only plain LoRA is merged while "
                 "sharded: save() the adapter, and merge it into a whole model"
@@ -207,6 +220,32 @@ def _check_ties(model: PeftModel, layers: Sequence[Any]) -> None:
                 "it, one after the other: merge by anyrank.sync(merge=True) into another model, "
                 "which adds it once"
             )
+
+
+def _try_merge(model: PeftModel, layer: Any, adapter: str) -> None:
+    """Merge an adapter into one layer by PEFT, and put back what was there.
+
+    Raises:
+        ValueError: PEFT cannot merge it; names the layer.
+    """
+    modules = {module: {**module.__dict__} for module in layer.modules()}
+    for was in modules.values():
+        was |= {key: copy(value) for key, value in was.items() if type(value) in (dict, list)}
+    values = {tensor: tensor.data for tensor in (*layer.parameters(), *layer.buffers())}
+    try:
+        with onload_layer(layer), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the merge that counts gives them again
+            layer.merge(adapter_names=[adapter], safe_merge=True)
+    except Exception as error:  # PEFT's own code, of any method
+        raise ValueError(
+            f"{_name_of(model, layer)}: PEFT cannot merge {adapter!r} into it: {error}"
+        ) from error
+    finally:
+        for module, was in modules.items():
+            module.__dict__.clear()
+            module.__dict__.update(was)
+        for tensor, data in values.items():
+            tensor.data = data
 
 
 def _name_of(model: PeftModel, layer: nn.Module) -> str:
@@ -322,6 +361,12 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
     def check() -> None:
         inner = _peft_model(model)
         name = _named(inner, adapter)
+        own = (tensor for tensor in find_tensors(inner) if name in tensor.name.split("."))
+        if scales := other_scales(own):
+            raise ValueError(
+                f"{scales[0]} ({len(scales)} tensors), which alone a folder holds: call "
+                f"set_scale({name!r}, 1) of its layers, or make it with the scale that is meant"
+            )
         tensors = inner.state_dict()
         keys = _keys_in_folder(inner, tensors, name)
         chosen.append(_Adapter(inner, name, {key: tensors[keys[key]].detach() for key in keys}))

@@ -108,17 +108,44 @@ QUESTIONS = {
     ),
     "By what does a model scale an adapter?": Question(
         "models/dialects/peft/merging.py",
-        ("scaling_of",),
-        frozenset({"live/ends.py", "runs/state/modules.py"}),  # sync; save and resume
+        ("scaling_of", "other_scales"),
+        frozenset(
+            {
+                "live/ends.py",  # sync
+                "runs/state/modules.py",  # save and resume
+                "models/dialects/peft/dialect.py",  # load and plan
+                "integrations/peft.py",
+            }
+        ),
         r"\.scaling\b",
         frozenset({"live/ends.py", "live/match.py", "live/merge.py"}),  # their own rows
     ),
-    "Does an adapter change one name of a tied tensor, and is it plain LoRA?": Question(
+    "Does an adapter change one name of a tied tensor, is it plain LoRA, and enabled?": Question(
         "models/dialects/peft/merging.py",
-        ("changes_one_name", "other_than_lora", "find_lora", "merged_names", "as_merged"),
+        (
+            "changes_one_name",
+            "other_than_lora",
+            "disabled",
+            "find_lora",
+            "merged_names",
+            "as_merged",
+        ),
         frozenset({"integrations/peft.py", "live/ends.py", "tools/convert/live.py"}),
-        r"lora_variant|lora_bias\[",
+        r"lora_variant|lora_bias\[|\.disable_adapters",
         frozenset({"models/dialects/peft/adapters.py"}),  # first values
+    ),
+    "Which tensors does no rule write?": Question(
+        "models/first_values/buffers.py",
+        ("without_rule",),
+        frozenset({"models/match.py"}),  # load, plan, sync, resume from a file
+        r"no rule gives initial",
+        frozenset({"models/first_values/initialise.py"}),
+    ),
+    "Which texts of a safetensors file are ties?": Question(
+        "sources/safetensors.py",
+        ("with_ties",),
+        frozenset({"tools/convert/planned_files.py"}),
+        r"anyrank\.ties",
     ),
 }
 

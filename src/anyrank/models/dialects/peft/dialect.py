@@ -9,6 +9,7 @@ from anyrank.models.dialects.peft.adapters import (
     settings_of,
     unknown_adapters,
 )
+from anyrank.models.dialects.peft.merging import other_scales
 from anyrank.wording import listed
 
 
@@ -37,8 +38,10 @@ class Adapters(Dialect):
                 "not in the source, and no plain LoRA: PEFT may compute these from the base weights"
             )
             lines.append(listed(title, unknown) + f"\n  to go on: {BASE_FIRST}")
-        filled = ((match.tensors[index], stored) for index, stored in match.wanted)
-        if settings := settings_of(filled, match.listing.adapters):
+        filled = [(match.tensors[index], stored) for index, stored in match.wanted]
+        saved = match.listing.adapters
+        from_folder = (t for t, stored in filled if saved.keys() & {c.file for c in stored.chunks})
+        if settings := settings_of(filled, saved) or other_scales(from_folder):
             title = "the model's adapter computes otherwise than that of adapter_config.json"
             way_out = (
                 "make the adapter with PeftConfig.from_pretrained(folder); or, if another scale is "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from anyrank.models.dialects.peft.names import is_peft
 from anyrank.models.overlaps import twins_of
 from anyrank.models.wrappers import ModelTensor, Registration, plain_class
 
-LORA_KINDS = ("Linear", "Embedding")  # classes of peft.tuners.lora that `merge=True` can add
+LORA_KINDS = ("Linear", "Embedding")  # classes of peft.tuners.lora whose products are added
+SCALED = ("peft.tuners.lora.", "peft.tuners.loha.", "peft.tuners.lokr.")  # by alpha and r
 MERGE_BEFORE = "merge with PEFT (merge_and_unload) before"
 
 
@@ -25,13 +27,39 @@ def is_merged(tensor: ModelTensor) -> bool:
 
 def scaling_of(tensor: ModelTensor) -> float | None:
     """PEFT's factor for the product of a LoRA layer's factors, of which this tensor is one."""
-    if not tensor.adapter:
-        return None
+    layer, adapter = _scaled_layer(tensor)
+    return None if adapter is None else float(layer.scaling[adapter])
+
+
+def other_scales(tensors: Iterable[ModelTensor]) -> list[str]:
+    """Where a model scales an adapter otherwise than its configuration says, in words: a folder
+    holds the configuration alone. This is what load and `integrations.peft` ask.
+    """
+    lines: list[str] = []
+    for tensor in tensors:
+        layer, adapter = _scaled_layer(tensor)
+        if adapter is None or not plain_class(layer).__module__.startswith(SCALED):
+            continue
+        as_made = copy(layer)
+        as_made.scaling = {**layer.scaling}
+        as_made.set_scale(adapter, 1)
+        now, made = float(layer.scaling[adapter]), float(as_made.scaling[adapter])
+        if now != made:
+            lines.append(
+                f"{tensor.name}: its adapter is scaled by {now:g} in the model, and by {made:g} by "
+                "its configuration"
+            )
+    return lines
+
+
+def _scaled_layer(tensor: ModelTensor) -> tuple[Any, str | None]:
+    """The PEFT layer that scales an adapter's tensor, and the adapter's name; None if none does."""
     path, parts = tensor.registrations[0].path, tensor.name.split(".")
     # The innermost, because a layer around another one has a scale of its own.
     layer: Any = next((m for m in reversed(path) if is_peft(m) and hasattr(m, "scaling")), None)
-    scalings: Mapping[str, Any] = {} if layer is None else layer.scaling
-    return next((float(factor) for name, factor in scalings.items() if name in parts), None)
+    if layer is None or not tensor.adapter:
+        return None, None
+    return layer, next((name for name in layer.scaling if name in parts), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +160,7 @@ def _is_all_merged(entry: Registration) -> bool:
     """Return whether the layer of an adapter's tensor holds every active adapter in its weight."""
     # The innermost, because a wrapper around trained rows answers only partly for the layer in it.
     layer: Any = next((m for m in reversed(entry.path) if hasattr(m, "merged_adapters")), None)
-    if layer is None or layer.disable_adapters:
+    if layer is None or disabled(layer):
         return False
     names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
     active = names.intersection(layer.active_adapters)
@@ -159,15 +187,12 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
         LoadError: an adapter that is not plain LoRA.
     """
     kind = plain_class(layer)
-    if what := other_than_lora(layer, LORA_KINDS):
+    if what := other_than_lora(layer):
         raise LoadError(
             f"{name}: is of {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
         )
-    if layer.disable_adapters:
-        raise LoadError(
-            f"{name}: its adapters are disabled: enable them, or give the model that PEFT's "
-            "unload() leaves, without merge=True"
-        )
+    if problem := disabled(layer):
+        raise LoadError(f"{name}: {problem}")
     factors: list[Factors] = []
     is_embedding = kind.__name__ == "Embedding"
     tables = (
@@ -178,7 +203,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
     for adapter in layer.active_adapters:
         if adapter in layer.merged_adapters or adapter not in tables[0]:
             continue
-        if what := other_than_lora(layer, LORA_KINDS, adapter):
+        if what := other_than_lora(layer, adapter):
             raise LoadError(
                 f"{name}: has {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
             )
@@ -191,16 +216,27 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
     return tuple(factors)
 
 
-def other_than_lora(layer: Any, kinds: Collection[str], adapter: str = "") -> str | None:
+def disabled(layer: Any) -> str | None:
+    """Why a layer of PEFT has nothing to merge, in words, if its adapters are disabled. This is
+    what sync, convert and `integrations.peft.merge` ask.
+    """
+    if not layer.disable_adapters:
+        return None
+    return (
+        "its adapters are disabled: enable them, or take the model that PEFT's unload() leaves, "
+        "as it is"
+    )
+
+
+def other_than_lora(layer: Any, adapter: str = "") -> str | None:
     """Say how a layer of PEFT, or one of its adapters, differs from plain LoRA; None if it is.
 
     Args:
         layer: layer of PEFT.
-        kinds: classes of LoRA's whose products can be added, by name.
         adapter: adapter of the layer; "" to judge its class alone.
     """
     kind = plain_class(layer)
-    if kind.__name__ not in kinds or not kind.__module__.startswith("peft.tuners.lora."):
+    if kind.__name__ not in LORA_KINDS or not kind.__module__.startswith("peft.tuners.lora."):
         return f"a {kind.__module__}.{kind.__name__}"
     if adapter and (variant := layer.lora_variant.get(adapter)) is not None:
         return type(variant).__name__
