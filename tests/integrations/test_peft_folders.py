@@ -472,6 +472,8 @@ def test_prompts_are_left_to_peft(tmp_path: Path, kind: str, call: Any) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"_TUNING, of which PEFT saves .*: save it with PEFT"):
         call(model, tmp_path)
+    with pytest.raises(ValueError, match="adds to no weight of the model"):
+        peft.merge(model)
 
 
 def test_an_adapter_with_computed_tensors_is_refused_by_name(tmp_path: Path) -> None:

@@ -166,6 +166,10 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
         for module in inner.modules()
         if isinstance(module, BaseTunerLayer) and adapter in _adapters_in(module)
     ]
+    if not layers:
+        raise ValueError(
+            f"{adapter!r} adds to no weight of the model, so there is nothing to merge"
+        )
     if any(layer.merged for layer in layers):
         raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")
     for layer in layers:
