@@ -181,9 +181,10 @@ def test_a_scale_that_the_model_was_given_is_compared(tmp_path: Path, kind: str)
     anyrank.load(model, tmp_path / "folder" / peft.WEIGHTS)  # the file alone says no scale
     for layer in scaled_layers(model):
         layer.set_scale("default", 1)
+        layer.scaling["default"] *= 1 + 1e-15  # as after a division by what it was multiplied by
     for call in calls.values():
         call(model)
-    assert error_of(model, trained) == 0
+    assert error_of(model, trained) < 1e-5
 
 
 def job_scaled(folder: str, wrapper: str) -> list[str]:

@@ -365,8 +365,8 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
     def check() -> None:
         inner = _peft_model(model)
         name = _named(inner, adapter)
-        own = (tensor for tensor in find_tensors(inner) if name in tensor.name.split("."))
-        if scales := other_scales(own):
+        own_tensors = (tensor for tensor in find_tensors(inner) if name in tensor.name.split("."))
+        if scales := other_scales(own_tensors):
             raise ValueError(
                 f"{scales[0]} ({len(scales)} tensors), which alone a folder holds: call "
                 f"set_scale({name!r}, 1) of its layers, or make it with the scale that is meant"

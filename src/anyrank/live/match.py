@@ -16,6 +16,7 @@ from anyrank.live.ends import End, TensorInfo
 from anyrank.live.report import SyncReport
 from anyrank.loading.sharing.transfers import Coordinate, Strip, strips_of
 from anyrank.models.dialects.dialect import LIVE, ModelMatch
+from anyrank.models.dialects.peft.merging import scales_differ
 from anyrank.models.match import match_model
 from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
@@ -190,7 +191,9 @@ def match_ends(
                 "one of them"
             )
         scaling, src_scaling = dst.rows[index].scaling, rows[0].scaling
-        if scaling is not None and src_scaling is not None and scaling != src_scaling:
+        if scaling is None or src_scaling is None:
+            continue
+        if scales_differ(scaling, src_scaling):
             raise LoadError(
                 f"{dst.tensors[index].name}: its adapter is scaled by {src_scaling:g} in src, and "
                 f"by {scaling:g} in dst, another model: give both the same LoraConfig"

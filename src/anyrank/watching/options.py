@@ -37,10 +37,10 @@ def _seconds(after: object) -> float:
 def _report_path(report: object) -> str:
     if not isinstance(report, (str, os.PathLike)):
         raise TypeError(f"report= takes the path of a file, not {report!r}")
-    given = os.fspath(report)
-    path = os.path.realpath(given)  # absolute, because the script may change its folder
+    text = os.fspath(report)
+    path = os.path.realpath(text)  # absolute, because the script may change its folder
     # The report takes the place of a file, for a link of its target; never of a pipe or a device.
-    is_taken = os.path.exists(given) and not os.path.isfile(given)
+    is_taken = os.path.exists(text) and not os.path.isfile(text)
     if not os.path.isdir(os.path.dirname(path)) or is_taken:
         raise ValueError(f"report={str(report)!r}: give a file in a folder that exists")
     return path

@@ -108,10 +108,11 @@ QUESTIONS = {
     ),
     "By what does a model scale an adapter?": Question(
         "models/dialects/peft/merging.py",
-        ("scaling_of", "other_scales"),
+        ("scaling_of", "other_scales", "scales_differ"),
         frozenset(
             {
                 "live/ends.py",  # sync
+                "live/match.py",
                 "runs/state/modules.py",  # save and resume
                 "models/dialects/peft/dialect.py",  # load and plan
                 "integrations/peft.py",

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
-from anyrank.models.dialects.peft.merging import scaling_of
+from anyrank.models.dialects.peft.merging import scales_differ, scaling_of
 from anyrank.models.frozen_parts import frozen_parts
 from anyrank.models.own_code import added_to_state_dict, save_by_own_code
 from anyrank.models.replace import Replacement
@@ -117,7 +117,7 @@ def _other_scales(part: str, targets: Iterable[ModelTensor], saved: dict[str, fl
     """Name the first adapter that computes otherwise than the run's, though its tensors fit."""
     for name, scale in _scales_of(targets).items():
         was = saved.get(name, saved.get(ALL_ADAPTERS, scale))
-        if was != scale:
+        if scales_differ(was, scale):
             return [
                 f"{part}.{name}: its adapter is scaled by {scale:g}, and was by {was:g} in the "
                 "run: make it with the LoraConfig of the run, or begin a "

@@ -104,8 +104,9 @@ def idle_renames(
     # A list of regexes may be meant for files of several kinds; if none is for this file, it is
     # mistyped like a dict's name.
     is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
-    several = tables if len(tables) > 1 else _alternatives(source, chosen)
-    tables = [] if is_for_source else several
+    if len(tables) < 2:
+        tables = _alternatives(source, chosen)
+    tables = [] if is_for_source else tables
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
         raise LoadError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -40,16 +41,23 @@ def other_scales(tensors: Iterable[ModelTensor]) -> list[str]:
         layer, adapter = _scaled_layer(tensor)
         if adapter is None or not plain_class(layer).__module__.startswith(SCALED):
             continue
-        as_made = copy(layer)
-        as_made.scaling = {**layer.scaling}
-        as_made.set_scale(adapter, 1)
-        now, made = float(layer.scaling[adapter]), float(as_made.scaling[adapter])
-        if now != made:
+        as_configured = copy(layer)
+        as_configured.scaling = {**layer.scaling}
+        as_configured.set_scale(adapter, 1)
+        scale, configured = layer.scaling[adapter], as_configured.scaling[adapter]
+        if scales_differ(scale, configured):
             lines.append(
-                f"{tensor.name}: its adapter is scaled by {now:g} in the model, and by {made:g} by "
-                "its configuration"
+                f"{tensor.name}: its adapter is scaled by {scale:g} in the model, and by "
+                f"{configured:g} by its configuration"
             )
     return lines
+
+
+def scales_differ(scale: float, other: float) -> bool:
+    """Return whether two scales differ by more than the rounding of a scale that was multiplied and
+    divided again, as diffusers does for a call.
+    """
+    return not math.isclose(scale, other, rel_tol=1e-9)
 
 
 def _scaled_layer(tensor: ModelTensor) -> tuple[Any, str | None]:
