@@ -147,7 +147,7 @@ class Listing:
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         sums: index of a file -> path of the checksums of its blocks, where it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
-            quantised, nested) -> what it is; listed in `skipped` too.
+            quantised, nested, arrays) -> what it is; listed in `skipped` too.
         tables: prefixes of whole keys that name a table of the checkpoint which may hold weights,
             not a module, if the format tells them apart.
         table: the table that the tensors belong to, whose name their keys leave out.
@@ -246,4 +246,5 @@ def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 NOTHING = Listing("nothing", (), {})
+NOT_A_TENSOR = "not a tensor"  # a note of `Listing.skipped`, for a value among the weights
 EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns

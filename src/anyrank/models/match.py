@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from anyrank.errors import LoadError
-from anyrank.files.listing import Listing
+from anyrank.files.listing import NOT_A_TENSOR, Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.models.dialects.dialect import LIVE, Case, Dialect, ModelMatch, Renamer, dialects_of
 from anyrank.models.dialects.registry import DIALECTS
@@ -206,13 +206,13 @@ def _problems(
     case: Case, dialects: Sequence[Dialect], match: ModelMatch, absent: list[int]
 ) -> list[str]:
     """Return everything that is wrong with a match, each with its way out."""
-    problems = _misfits(match, absent, case.options)
+    # What the source has, and how, comes before what it therefore lacks, whose ways out would give
+    # weights up. Adapters are judged when it is known what fills their base.
+    problems = [line for dialect in dialects for line in dialect.problems(match)]
     problems += _unread(match.listing, case.tensors, absent, case.rename)
+    problems += _misfits(match, absent, case.options)
     problems += parametrised(case.tensors[i] for i in match.initialise)
     problems += shared_on_meta(case.tensors)
-    # Adapters are judged last, when it is known what fills their base.
-    for dialect in dialects:
-        problems += dialect.problems(match)
     # The rules of modules run only for a match that is right otherwise.
     return problems or without_rule(case.model, match)
 
@@ -277,12 +277,21 @@ def _unread(
 
     Otherwise first values would replace weights that exist.
     """
-    wanted = {name for index in absent for name in targets[index].flat_names()}
+    names = {name for index in absent for name in targets[index].flat_names()}
+    # A list or dict may hold what is wanted below its name.
+    wanted = {name[:end] for name in names for end in (*_dots(name), len(name))}
+    notes = (note.partition(": ") for note in listing.skipped)
+    unread = {key: what for key, _, what in notes if what == NOT_A_TENSOR} | listing.unreadable
     return [
-        f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks"
-        for key, what in listing.unreadable.items()
+        f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks: "
+        f"give a tensor, or leave it out by rename={ {key: ''}!r}"
+        for key, what in unread.items()
         if not wanted.isdisjoint(candidates(rename(key)))
     ]
+
+
+def _dots(name: str) -> list[int]:
+    return [position for position, letter in enumerate(name) if letter == "."]
 
 
 def _misfits(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.block_sums import sums_name
-from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.listing import NOT_A_TENSOR, Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
 from anyrank.sources.readers import pickles, torch_file
 from anyrank.sources.run_step import METADATA
@@ -111,7 +111,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
                     "damaged; copy it again"
                 )
         objects = {fqn: reader.value(fqn, places) for fqn in others if wanted(fqn)}
-    skipped = tuple(f"{fqn}: not a tensor" for fqn in others)
+    skipped = tuple(f"{fqn}: {NOT_A_TENSOR}" for fqn in others)
     listing = Listing(
         "dcp",
         tuple(reader.files),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.files.listing import EXTRA_STATE, FileInfo, Listing
-from anyrank.sources.part_names import NESTED
+from anyrank.files.listing import EXTRA_STATE, NOT_A_TENSOR, FileInfo, Listing
+from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import is_released
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -53,9 +53,9 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
                 extras[key] = extra_of(value)
                 continue
-            if hasattr(value, "__array__"):  # a weight, which would otherwise be overlooked
-                unreadable[key] = "an array and no tensor (torch.as_tensor makes one)"
-            skipped.append(f"{key}: {unreadable.get(key, 'not a tensor')}")
+            if what := _what_is_unread(key, value):
+                unreadable[key] = what
+            skipped.append(f"{key}: {what or NOT_A_TENSOR}")
             continue
         if hasattr(value, "placements"):
             raise LoadError(
@@ -85,6 +85,24 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         skipped=tuple(skipped),
         extras=extras,
         unreadable=unreadable,
+    )
+
+
+def _what_is_unread(key: str, value: Any) -> str | None:
+    """Describe a value that may be weights, which would otherwise be overlooked."""
+    if hasattr(value, "__array__"):
+        return "an array and no tensor (torch.as_tensor makes one)"
+    is_optimizer = is_other_part(key) or (isinstance(value, Mapping) and "param_groups" in value)
+    if is_optimizer or not _holds_tensors(value):
+        return None
+    return f"a {type(value).__name__} with tensors in it (give each of them, as {key + '.weight'!r})"
+
+
+def _holds_tensors(value: Any, depth: int = 16) -> bool:
+    parts: Any = value.values() if isinstance(value, Mapping) else value
+    is_container = isinstance(value, (Mapping, list, tuple)) and depth > 0
+    return isinstance(value, torch.Tensor) or (
+        is_container and any(_holds_tensors(part, depth - 1) for part in parts)
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.listing import EXTRA_STATE
+from anyrank.files.listing import EXTRA_STATE, NOT_A_TENSOR
 from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.sources.readers.memory import extra_of
 from anyrank.sources.readers.pickles import (
@@ -22,6 +22,7 @@ from anyrank.sources.readers.pickles import (
 from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"
+ARRAY = "an array of NumPy, not a tensor: save torch.from_numpy() of it"
 MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # nested dicts and lists, each counted at every place
 
 
@@ -30,16 +31,28 @@ class FoundTable:
     """The weights in a checkpoint.
 
     Attributes:
-        table: key -> tensor, or a table of tensors.
+        tensors: the tensors by their keys, with dots for those of inner tables and lists.
         others: everything else, with the reason why it is not among the weights.
+        unread: keys of the weights whose values are not read -> what they are, and the way out;
+            `others` has them too.
+        extras: extra state of modules among the weights that is not a tensor.
         name: name of the table; "" if it is the checkpoint itself.
         tables: names of tables that may hold weights, and of tables in them, with dots.
     """
 
-    table: dict[Any, Any]
-    others: list[str]
+    tensors: dict[str, TensorRef]
+    others: list[str] = field(default_factory=list[str])
+    unread: dict[str, str] = field(default_factory=dict[str, str])
+    extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     name: str = ""
     tables: frozenset[str] = frozenset()
+
+    def within(
+        self, tables: Mapping[str, Any], others: Iterable[str], name: str = ""
+    ) -> FoundTable:
+        """Return the table with its place in a checkpoint: the tables and the notes around it."""
+        notes = [*others, *self.others]
+        return replace(self, others=notes, name=name, tables=_prefixes(tables))
 
 
 def find_table(tree: Any, path: str) -> FoundTable:
@@ -54,7 +67,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
         UnsafeFile: its values hold one another without end.
     """
     if isinstance(tree, TensorRef):
-        return FoundTable({"": tree}, [])
+        return FoundTable({"": tree})
     if isinstance(tree, dict | list | tuple):
         _check_nesting(tree, path)
     if isinstance(tree, list | tuple):
@@ -62,31 +75,27 @@ def find_table(tree: Any, path: str) -> FoundTable:
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds {_what_is(tree)}")
     entries = cast("dict[Any, Any]", tree)
-    direct = {key: value for key, value in entries.items() if isinstance(value, TensorRef)}
-    _check_whole(entries, path)
+    own = {key: value for key, value in entries.items() if not _is_table(key, value)}
+    found = _contents(own, path)
     tables = _tables_of(entries)
     for name in NESTED:
-        inner = entries.get(name)
-        if isinstance(inner, dict):
-            _check_whole(cast("dict[Any, Any]", inner), path)
-        table = cast("dict[Any, Any]", inner) if isinstance(inner, dict) else {}
-        unread = unread_of(table)
-        if (refs := refs_of(table)) and len(refs) + len(unread) > len(direct):
-            others = {key: value for key, value in entries.items() if key != name}
-            notes = [_why_not(*entry, chosen=name) for entry in others.items()]
-            notes += [f"{key}: {what}" for key, what in unread.items()]
-            return FoundTable(table, notes, name, _prefixes(tables))
-    if direct:
-        known = {*direct, *extras_of(entries)}
-        notes = [_why_not(k, v) for k, v in entries.items() if k not in known]
-        return FoundTable(entries, notes, tables=_prefixes(tables))
+        if not isinstance(entries.get(name), dict):
+            continue
+        inner = _contents(entries[name], path)
+        if inner.tensors and len(inner.tensors) + len(inner.unread) > len(found.tensors):
+            notes = [_why_not(k, v, chosen=name) for k, v in entries.items() if k != name]
+            return inner.within(tables, notes, name)
+    if found.tensors:
+        return found.within(tables, [_why_not(k, v) for k, v in entries.items() if k not in own])
     tables = tables or _tables_of(_numbered(entries))
     if tables:
-        others = [_why_not(k, v) for k, v in entries.items() if k not in tables]
-        return FoundTable({**tables}, others, tables=_prefixes(tables))
-    for key, what in unread_of(entries).items():
-        raise LoadError(f"{path}: no dense tensors; {key}: is {what}")
-    if arrays := _arrays_in(entries):
+        notes = [_why_not(k, v) for k, v in entries.items() if k not in tables]
+        return _contents(tables, path).within(tables, notes)
+    leaves = [*_leaves(entries)]
+    for key, value in leaves:
+        if not _is_array(value) and (what := _what_is_unread(value)):
+            raise LoadError(f"{path}: no dense tensors; {key}: is {what}")
+    if arrays := [key for key, value in leaves if _is_array(value)]:
         raise LoadError(
             f"{path}: holds arrays of NumPy ({', '.join(first_few(arrays, 3))}) and no tensors: "
             "save a dict of torch.from_numpy(...)"
@@ -103,6 +112,73 @@ def find_table(tree: Any, path: str) -> FoundTable:
         f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
         "give the inner dict, as torch.load(path, weights_only=True)[key]"
     )
+
+
+def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
+    """Everything in a table of weights, and in the tables and lists in it.
+
+    Raises:
+        LoadError: it has one rank's shares: the tensors beside them are only the rest; or two
+            tensors have one key.
+    """
+    found = FoundTable({})
+    shares: list[str] = []
+    for key, value in _leaves(table):
+        what = _what_is_unread(value)
+        if isinstance(value, TensorRef):
+            if key in found.tensors:
+                raise LoadError(
+                    f"{path}: {key}: is the key of one tensor, and of another one in inner tables: "
+                    "rename one, and save the file again"
+                )
+            found.tensors[key] = value
+        elif _is_extra(key):
+            found.extras[key] = extra_of(value)
+        elif isinstance(value, DTensorRef):
+            shares.append(key)
+        else:
+            found.others.append(f"{key}: {what or NOT_A_TENSOR}")
+            found.unread.update({key: what} if what else {})
+    if shares:
+        raise LoadError(
+            f"{path}: holds DTensors ({', '.join(first_few(shares, 3))}), of which one rank's file "
+            "has that rank's part alone, as torch.save of a sharded model's state_dict() leaves "
+            "them: on as many ranks as saved them give each rank its own, anyrank.load(model, "
+            "torch.load(its file, weights_only=False)[...]); or save with "
+            "torch.distributed.checkpoint or anyrank.Checkpoints, which any number of ranks reads"
+        )
+    return found
+
+
+def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a table by their keys, with dots for those of tables and lists in it.
+
+    A table or list without anything that may be weights is one value, and so is extra state.
+    """
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        inner: Any = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        leaves = [*_leaves(inner, f"{key}.")] if _is_container(value) else []
+        if any(map(_may_be_weights, leaves)) and not _is_extra(key):
+            yield from leaves
+        else:
+            yield key, value
+
+
+def _is_table(key: Any, value: Any) -> bool:
+    """Return whether an entry is a table or list with something that may be weights."""
+    is_plain = _is_extra(key) or not _is_container(value)
+    return not is_plain and any(map(_may_be_weights, _leaves({key: value})))
+
+
+def _may_be_weights(leaf: tuple[str, Any]) -> bool:
+    key, value = leaf
+    is_tensor = isinstance(value, TensorRef | DTensorRef)
+    return is_tensor or _is_extra(key) or _what_is_unread(value) is not None
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple)
 
 
 def _check_nesting(tree: Any, path: str) -> None:
@@ -133,7 +209,7 @@ def _numbered(value: Any) -> Any:
         return value
     items = [_numbered(item) for item in cast("list[Any]", value)]
     inner = [item for item in items if isinstance(item, dict) and "param_groups" not in item]
-    are_tables = any(map(refs_of, inner))
+    are_tables = any(map(_has_tensors, inner))
     return {str(number): item for number, item in enumerate(items)} if are_tables else value
 
 
@@ -154,7 +230,7 @@ def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
         for key, value in entries.items()
         if isinstance(key, str) and isinstance(value, dict) and not is_other_part(key)
         if not _is_extra(key) and "param_groups" not in value
-        if refs_of(cast("dict[Any, Any]", value))
+        if _has_tensors(value)
     }
 
 
@@ -168,98 +244,63 @@ def _prefixes(tables: Mapping[Any, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorRef | Bytesless]]:
+def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorRef | str]]:
     """The tensors of a checkpoint outside the table of weights, by whole keys.
 
-    Includes tensors of optimizers and in lists.
+    Includes tensors of optimizers and in lists. For one that is not read: what it is.
     """
     entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
     for key, value in entries.items():
         if content.name:
             is_chosen = key == content.name
         elif any(isinstance(inner, TensorRef) for inner in entries.values()):
-            is_chosen = isinstance(value, TensorRef | Bytesless) or _is_extra(key)
+            is_chosen = not _is_table(key, value)
         else:
             is_chosen = key in content.tables
-        if not is_chosen:
-            yield from _values(value, str(key))
-
-
-def _values(value: Any, key: str) -> Iterator[tuple[str, TensorRef | Bytesless]]:
-    if isinstance(value, TensorRef | Bytesless):
-        yield key, value
-    elif isinstance(value, dict | list | tuple):
-        inner: Any = value
-        for name, part in inner.items() if isinstance(value, dict) else enumerate(inner):
-            yield from _values(part, f"{key}.{name}")
-
-
-def _arrays_in(table: Mapping[Any, Any]) -> list[str]:
-    """The names of NumPy arrays in a table, and in the tables in it."""
-    names: list[str] = []
-    for key, value in table.items():
-        if isinstance(value, dict):
-            inner = _arrays_in(cast("dict[Any, Any]", value))
-            names += [f"{key}.{name}" for name in inner]
-        elif type(value).__name__ == "_reconstruct":
-            names.append(str(key))
-    return names
-
-
-def _check_whole(table: Mapping[Any, Any], path: str) -> None:
-    """Refuse a table with one rank's shares: the tensors beside them are only the rest.
-
-    Raises:
-        LoadError: names some.
-    """
-    shares = [str(key) for key, value in table.items() if isinstance(value, DTensorRef)]
-    if shares:
-        raise LoadError(
-            f"{path}: holds DTensors ({', '.join(first_few(shares, 3))}), of which one rank's file "
-            "has that rank's part alone, as torch.save of a sharded model's state_dict() leaves "
-            "them: on as many ranks as saved them give each rank its own, anyrank.load(model, "
-            "torch.load(its file, weights_only=False)[...]); or save with "
-            "torch.distributed.checkpoint or anyrank.Checkpoints, which any number of ranks reads"
-        )
+        if is_chosen:
+            continue
+        leaves = [*_leaves({key: value})]
+        among = {n.rpartition(".")[0] for n, inner in leaves if isinstance(inner, TensorRef)}
+        for name, inner in leaves:
+            # Other arrays are not weights: states of random generators.
+            is_foreign = _is_array(inner) and name.rpartition(".")[0] not in among
+            what = None if is_foreign else _what_is_unread(inner)
+            if isinstance(inner, TensorRef):
+                yield name, inner
+            elif what is not None:
+                yield name, what
 
 
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:
-    if key in NESTED and isinstance(value, dict) and refs_of(cast("dict[Any, Any]", value)):
+    if key in NESTED and isinstance(value, dict) and _has_tensors(value):
         return f"{key}: weights too, and those of {chosen or 'the root'} were read"
-    return f"{key}: {_what_is_unread(key, value) or NOT_WEIGHTS}"
+    return f"{key}: {_what_is_unread(value) or NOT_WEIGHTS}"
 
 
-def refs_of(table: dict[Any, Any]) -> dict[str, TensorRef]:
-    """The tensors of a table of weights; those of nested tables if it has none of its own."""
-    if any(isinstance(value, TensorRef) for value in table.values()):
-        return {str(key): ref for key, ref in table.items() if isinstance(ref, TensorRef)}
-    return dict(_tensors(table))
-
-
-def unread_of(table: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
-    """Keys of a table of weights (as in `refs_of`) whose values are not read, and the way out.
-
-    They are tensors without bytes, and objects of the user's code with tensors.
+def _has_tensors(value: Any) -> bool:
+    """Return whether tables in tables hold tensors; lists of tensors are an optimizer's, or the
+    like.
     """
-    unread: dict[str, str] = {}
-    is_flat = any(isinstance(value, TensorRef) for value in table.values())
-    for key, value in table.items():
-        if what := _what_is_unread(key, value):
-            unread[f"{prefix}{key}"] = what
-        elif isinstance(value, dict) and not is_flat:
-            unread |= unread_of(cast("dict[Any, Any]", value), f"{prefix}{key}.")
-    return unread
+    if isinstance(value, dict):
+        return any(map(_has_tensors, cast("dict[Any, Any]", value).values()))
+    return isinstance(value, TensorRef)
 
 
-def _what_is_unread(key: object, value: object) -> str | None:
+def _what_is_unread(value: object) -> str | None:
     """Describe a value that may be weights and is not read, and the way out; None for others."""
     if isinstance(value, Bytesless):
         return f"a {value.kind}"
+    if _is_array(value):
+        return ARRAY
     if isinstance(value, Record) and _holds_tensors(value):
         return f"a {type(value).__name__}, an object with tensors in it: " + SAVE_STATE.format(
             "[its key]"
         )
     return None
+
+
+def _is_array(value: object) -> bool:
+    return type(value).__name__ == "_reconstruct"
 
 
 def _holds_tensors(value: Any, depth: int = 6) -> bool:
@@ -283,11 +324,3 @@ def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
 
 def _is_extra(key: Any) -> bool:
     return str(key).rsplit(".", 1)[-1] == EXTRA_STATE
-
-
-def _tensors(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorRef]]:
-    for key, value in tree.items():
-        if isinstance(value, TensorRef):
-            yield f"{prefix}{key}", value
-        elif isinstance(value, dict):
-            yield from _tensors(value, f"{prefix}{key}.")

@@ -65,8 +65,7 @@ def list_file(storage: Storage, path: str) -> Listing:
     if isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree:
         name = "lightning"
     content = pickled_tables.find_table(read.tree, path)
-    table = content.table
-    tensors = {key: read.stored(key, ref) for key, ref in pickled_tables.refs_of(table).items()}
+    tensors = {key: read.stored(key, ref) for key, ref in content.tensors.items()}
     beside, unread = _beside(read, content)
     return Listing(
         name,
@@ -74,8 +73,8 @@ def list_file(storage: Storage, path: str) -> Listing:
         tensors,
         checksums=read.checksums,
         skipped=tuple(content.others),
-        extras=pickled_tables.extras_of(table),
-        unreadable=pickled_tables.unread_of(table),
+        extras=content.extras,
+        unreadable=content.unread,
         tables=content.tables,
         table=content.name,
         beside=beside,
@@ -93,8 +92,8 @@ def _beside(
     beside: dict[str, StoredTensor] = {}
     unread: dict[str, str] = {}
     for key, value in pickled_tables.values_beside(read.tree, content):
-        if isinstance(value, pickles.Bytesless):
-            unread[key] = f"a {value.kind}"
+        if isinstance(value, str):
+            unread[key] = value
             continue
         try:
             beside[key] = read.stored(key, value)

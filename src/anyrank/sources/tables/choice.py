@@ -35,8 +35,10 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
         rename: the caller's renaming, from keys of the source, or of its table of weights, to these
             names.
     """
+    # Tables beside tensors at the root are modules, if the model has their names.
+    is_beside = not listing.table and _any_known(listing.beside, known)
     # A source whose keys are all names of the model leaves nothing to choose.
-    is_all = bool(listing.tensors or not listing.beside)
+    is_all = bool(listing.tensors or not listing.beside) and not is_beside
     if rename is None and is_all and all(key in known for key in listing.tensors):
         return replace(listing, table="")
 
@@ -54,7 +56,7 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
         named = _tables_named(listing, rename, fits) or _tables_named(listing, rename, is_cut)
         if named is not None:
             return named
-    elif listing.beside and not _any_known(listing.tensors, known):
+    elif is_beside or (listing.beside and not _any_known(listing.tensors, known)):
         # A model with several parts in it, under their names.
         parts = _tables_named(listing, str, lambda key, _: _any_known([key], known))
         if parts is not None:
@@ -197,7 +199,8 @@ def take_tables(
 ) -> Listing:
     """The listing with the tensors of some tables, by whole keys; the rest is listed as skipped."""
     tables = {_table_of(key, listing) for key in chosen}
-    stays = [note for note in listing.skipped if not _is_in(note.partition(":")[0], tables)]
+    read = {*tables, *chosen}
+    stays = [note for note in listing.skipped if note.partition(":")[0] not in read]
     unread = whole_unread(listing).items()
     unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
     # Tensors that are left out stay visible: scales may have a table of their own.

@@ -55,12 +55,12 @@ def select(listing: Listing, rename: Rename) -> Selection:
     tables: list[str] = []
     if named is None:
         parts = parts_of(listing)
-        tables = sorted(filter(None, parts.tables))
+        tables, prefix = sorted(filter(None, parts.tables)), parts.prefix
         listing = take_tables(listing, parts.weights, parts.others)
-        # If one table is known to hold the weights, a name is that within the table.
-        keys = {key: key.removeprefix(parts.prefix) for key in parts.weights}
     else:
-        listing, keys = named, {key: key for key in named.tensors}
+        listing, prefix = named, ""
+    # If one table is known to hold the weights, a name is that within the table.
+    keys = {key: key.removeprefix(prefix) for key in listing.tensors}
     chosen = listing.with_tensors({name: listing.tensors[key] for key, name in keys.items()})
     idle = idle_renames(rename, source, chosen, chosen.tensors, tables)
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
@@ -82,7 +82,11 @@ def select(listing: Listing, rename: Rename) -> Selection:
         owner[name] = key
         tensors[name] = listing.tensors[key]
     for key, what in listing.unreadable.items():
-        raise LoadError(f"{key}: is {what}; then convert")
+        name = key.removeprefix(prefix)
+        if new_name(name):
+            raise LoadError(
+                f"{key}: is {what}; then convert, or leave it out by rename={ {name: ''}!r}"
+            )
     if not tensors:
         raise LoadError(
             "the source holds no weights to convert: `anyrank inspect` shows what it holds"
