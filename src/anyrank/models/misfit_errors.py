@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from anyrank.files.listing import Listing
@@ -10,6 +11,7 @@ from anyrank.models.options import WAYS_OUT, LoadOptions
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.names import is_of_adapter
 from anyrank.tensors.near_names import Near, Shapes, wrong_prefix
+from anyrank.tensors.parametrised import as_pairs, renamed_parts, wholes
 from anyrank.wording import join_first, listed
 
 SHOWN = 10
@@ -51,17 +53,19 @@ def describe(
     names = [tensor.name for tensor in unfilled]
     on_meta = [tensor.name for tensor in unfilled if tensor.is_meta]
     lines: list[str] = []
-    renaming = _renaming(
+    # Ways out that give no weights up come first.
+    keeping = _renaming(
         {key: listing.tensors[key].shape for key in unexpected},
         {tensor.name: tensor.shape for tensor in unfilled},
-    )
+    ) + _in_parts(unexpected, names)
     if options.missing == "error" and names:
         lines.append(
             listed("missing in the source", names, Near(unexpected).hint)
-            + (renaming if options.unexpected == "ignore" else "")
+            + keeping
             + _by_own_code(match, unfilled)
             + f"\n  to go on: {options.ways_out['missing']}"
         )
+        keeping = ""
     elif options.missing == "keep" and on_meta:
         lines.append(
             listed("missing in the source, and on meta, so there is nothing to keep", on_meta)
@@ -70,14 +74,20 @@ def describe(
     if options.unexpected == "error" and unexpected:
         lines.append(
             listed("unexpected in the source", unexpected, Near(names or _names(tensors)).hint)
-            + renaming
+            + keeping
             + (ADAPTERS if any(is_of_adapter(k) or ".lora_" in k for k in unexpected) else "")
             + f"\n  to go on: {options.ways_out['unexpected']}"
         )
     lines += misfits[:SHOWN]
     if len(misfits) > SHOWN:
         lines.append(f"... and {len(misfits) - SHOWN} more that do not fit")
-    resized = [tensors[i].name for i, t in match.wanted if t.shape != tensors[i].shape]
+    # Packed numbers have other shapes than the weights that they stand for.
+    resized = [
+        tensors[i].name
+        for i, t in match.wanted
+        if t.shape != tensors[i].shape
+        and t.dtype.is_floating_point == tensors[i].dtype.is_floating_point
+    ]
     # If there are more, it is another model; a resume has its own ways out.
     if resized and len(resized) <= RESIZED and options.ways_out is WAYS_OUT:
         left_out = dict.fromkeys(resized, "")
@@ -111,11 +121,47 @@ def _names(targets: list[ModelTensor]) -> list[str]:
 def _renaming(unexpected: Shapes, unfilled: Shapes) -> str:
     """Suggest the rename= that places most of the keys, if only a prefix is wrong.
 
-    If several do, as for a teacher and a student, list all of them.
+    If several do, as for a teacher and a student, list all of them. Parts of a tensor may have the
+    names of torch's other norms, too.
     """
-    changes = wrong_prefix(unexpected, unfilled)
-    renames = [
-        f"rename={ {old.removesuffix('.'): new.removesuffix('.')} if old else [('^', new)]!r}"
-        for old, new, _ in changes
-    ]
-    return f"\n  {changes[0][2]} of them fit with {', or with '.join(renames)}" if changes else ""
+    parts = renamed_parts([*unexpected])
+    named = {parts.get(key, key): shape for key, shape in unexpected.items()}
+    changes = wrong_prefix(named, unfilled)
+    if not parts:
+        renames: list[object] = [
+            {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
+            for old, new, _ in changes
+        ]
+        return _fitting(changes[0][2], renames) if changes else ""
+    count = sum(named[name] == unfilled.get(name) for name in parts.values())
+    renaming = as_pairs(parts)
+    if changes:
+        old, new, count = changes[0]
+        if isinstance(renaming, list):
+            renaming = [("^" + re.escape(old), new), *renaming]
+        else:
+            renaming = {k: new + parts.get(k, k).removeprefix(old) for k in unexpected}
+    return _fitting(count, [renaming]) if count else ""
+
+
+def _fitting(count: int, renames: Sequence[object]) -> str:
+    return f"\n  {count} of them fit with " + ", or with ".join(f"rename={r!r}" for r in renames)
+
+
+def _in_parts(unexpected: Sequence[str], unfilled: Sequence[str]) -> str:
+    """Name a tensor that one side has as a whole, and the other one in parts."""
+    stored, wanted = wholes(unexpected), wholes(unfilled)
+    for name in unfilled:
+        if name in stored:
+            return (
+                f"\n  {name} is in the source, in parts ({', '.join(stored[name])}) that a norm of "
+                "torch.nn.utils made of it: give the model the same norm before the load, and "
+                "remove it after"
+            )
+    for name in unexpected:
+        if name in wanted:
+            return (
+                f"\n  {name} of the source is a whole tensor, which the model has in parts "
+                f"({', '.join(wanted[name])}): load before a norm of torch.nn.utils makes them"
+            )
+    return ""
