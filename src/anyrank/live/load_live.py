@@ -18,6 +18,7 @@ from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.models.own_code import NOT_RUN, OwnCode
 from anyrank.models.tensors import find_modules
+from anyrank.sources.readers.memory import what_is_unread
 from anyrank.world.ranks import Ranks
 
 
@@ -30,10 +31,12 @@ def load_live(
         LoadError: as for `anyrank.load`.
     """
     entries: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    # Arrays go along, and are refused on all ranks: they may be weights.
     tensors = {
         key: value
         for key, value in entries.items()
-        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE
+        if isinstance(value, torch.Tensor) or what_is_unread(key, value)
+        if key.rpartition(".")[2] != EXTRA_STATE
     }
     layout = (options.layout, None)  # for the model's tensors; sharded tensors know their own
     call = SyncCall(model, tensors, options, layout, atomic=False)

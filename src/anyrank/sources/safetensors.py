@@ -16,6 +16,7 @@ import torch
 from anyrank.errors import UnsafeFile
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
+from anyrank.sources.readers.settings import QUANTISATION, settings_in
 from anyrank.tensors.spec import StoredTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -89,6 +90,7 @@ def list_file(storage: Storage, path: str) -> Listing:
             "the file is truncated or something was appended; copy it again"
         )
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
+<<<<<<< HEAD
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
     return Listing("safetensors", (info,), tensors, others)
 
@@ -125,6 +127,10 @@ def _ties_among(texts: Mapping[str, str], tensors: Collection[str]) -> dict[str,
 
 def _end(name: str) -> str:
     return name.rpartition(".")[2]
+=======
+    quantisation = settings_in(texts.get(QUANTISATION, ""))
+    return Listing("safetensors", (info,), tensors, texts, quantisation=quantisation)
+>>>>>>> b53b0803 (How weights are quantised is judged alike for a folder, its files and what convert writes; scales at any level count; packed integers are named)
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,3 +53,20 @@ def test_a_modules_own_code_is_named_where_it_is_not_run() -> None:
     assert first == second
     assert list(first) == ["0"]
     assert any("0" in text for text in said)
+
+
+def job_array() -> str:
+    source = dict(fully_shard(nn.Linear(4, 4)).state_dict())
+    if dist.get_rank():
+        source["bias"] = np.ones(4, np.float32)  # pyright: ignore[reportArgumentType]
+    try:
+        anyrank.load(nn.Linear(4, 4), source, missing="keep")
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_array_among_sharded_tensors_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(2, job_array)
+    assert "holds 'bias', a ndarray" in first
+    assert "holds 'bias', a ndarray" in second

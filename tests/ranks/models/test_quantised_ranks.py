@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +61,55 @@ def test_shares_of_quantised_weights(tmp_path: Path, dim: int, strategy: str) ->
     if (dim, strategy) == (0, "own"):  # a block's scales are read by both, where a share cuts it
         assert stored <= sum(results[0][1]) <= stored + 2 * 4 * 4
         assert max(results[0][1]) < 0.7 * stored
+
+
+def job_refused(path: str) -> list[str]:
+    """The errors of sources that would leave weights out, on each rank."""
+    small = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    packed = {"0.qweight": torch.ones(1, 4, dtype=torch.int32), "0.scales": torch.ones(4)}
+    sources = [path, packed, {"0.weight": small, "scale": torch.ones(())}]
+    texts: list[str] = []
+    for source in sources:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        fully_shard(model)
+        try:
+            anyrank.load(model, source, missing="keep", unexpected="ignore")
+        except anyrank.LoadError as error:
+            texts.append(str(error))
+    old, new = (
+        norm(nn.Linear(4, 4))
+        for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm)
+    )
+    with pytest.raises(anyrank.LoadError) as failed:
+        anyrank.load(new, old.state_dict())
+    return [*texts, str(failed.value)]
+
+
+def test_ranks_refuse_alike_what_would_leave_weights_out(tmp_path: Path) -> None:
+    array = np.ones((4, 4), np.float32)
+    torch.save({"model": {"0.weight": array, "0.bias": torch.ones(4)}}, tmp_path / "w.pt")
+    first, second = run_ranks(2, job_refused, str(tmp_path / "w.pt"))
+    assert first == second
+    wanted = ("0.weight: is an array", "packed integers", "beside it (scale)", "fit with rename=")
+    for text, words in zip(first, wanted, strict=True):
+        assert words in text
+
+
+def job_file(path: Any) -> torch.Tensor:
+    model = Model()
+    fully_shard(model)
+    anyrank.load(model, path, missing="keep")
+    return model.l.weight.full_tensor()
+
+
+def test_the_size_of_blocks_beside_one_file_counts_on_all_ranks(tmp_path: Path) -> None:
+    folder = Path(folder_of(tmp_path / "a"))
+    expected = read_by_torch(str(folder), {"l.weight": (ROWS, COLUMNS)})["l.weight"]
+    anyrank.convert(folder, tmp_path / "w.pt", to="torch")
+    files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
+    for source in (files, str(tmp_path / "w.pt")):
+        for found in run_ranks(2, job_file, source):
+            assert torch.equal(found, expected)
 
 
 def job_unlike(folder: str) -> str:

@@ -50,7 +50,10 @@ QUESTIONS = {
     ),
     "May small numbers be taken for weights?": Question(
         "models/dialects/transformers/dequantise.py",
-        ("without_scales", "unknown_method", "check_method", "dequantised"),
+        (
+            *("without_scales", "unknown_method", "check_method", "dequantised"),
+            *("packed_weights", "packed_in_words"),
+        ),
         frozenset(
             {
                 "models/dialects/transformers/values.py",  # load, sync, resume from a file
@@ -62,6 +65,29 @@ QUESTIONS = {
             }
         ),
         r"quant_method",
+        frozenset({"models/dialects/transformers/quantised.py"}),  # the default size of blocks
+    ),
+    "How is a source quantised?": Question(
+        "sources/readers/settings.py",
+        ("with_quantisation", "read_quantisation", "settings_in"),
+        frozenset(
+            {
+                "sources/source.py",  # files, and lists of them
+                "sources/safetensors.py",
+                "sources/readers/dcp.py",
+                "sources/readers/huggingface.py",
+                "sources/readers/torch_file.py",
+            }
+        ),
+        r"text_config|\"quantization_config\"",
+        frozenset({"tools/convert/copies.py"}),  # removed, where the weights are dequantised
+    ),
+    "How large are the blocks of FP8 that share a scale?": Question(
+        "models/dialects/transformers/quantised.py",
+        ("blocks_of",),
+        frozenset({"models/dialects/transformers/dequantise.py"}),
+        r"weight_block_size|BLOCK_SIZE",
+        frozenset({"tools/inspect/diff.py"}),  # other sizes are other weights
     ),
     "In which memory do a tensor's values lie?": Question(
         "tensors/wrapped.py",

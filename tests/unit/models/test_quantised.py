@@ -89,11 +89,11 @@ def test_a_model_that_holds_them_gets_the_stored_numbers(tmp_path: Path) -> None
     assert anyrank.load(Holder(**raw), mxfp4_folder(tmp_path / "b")).cast == {}
 
 
-def test_without_a_configuration_blocks_are_of_128(tmp_path: Path) -> None:
-    folder = fp8_folder(tmp_path / "a", None, rows=130, columns=257, block=128)
-    model = Holder(weight=torch.zeros(130, 257))
+def test_without_a_configuration_the_scales_say_the_size_of_blocks(tmp_path: Path) -> None:
+    folder = fp8_folder(tmp_path / "a", None, rows=300, columns=257, block=128)
+    model = Holder(weight=torch.zeros(300, 257))
     anyrank.load(model, folder)
-    expected = read_by_torch(folder, {"l.weight": (130, 257)}, 128)["l.weight"]
+    expected = read_by_torch(folder, {"l.weight": (300, 257)}, 128)["l.weight"]
     assert torch.equal(model.l.weight, expected)
 
 
@@ -105,14 +105,15 @@ def test_other_scales(kind: str) -> None:
         scales = torch.tensor(0.25)
         expected = bits.float() * 0.25
     elif kind == "exponents":
-        bits, scales = fp8(256, 128, 128)
-        scales = torch.tensor([[120], [130]], dtype=torch.uint8)
-        expected = bits.float() * torch.tensor([2.0**-7, 8.0]).repeat_interleave(128)[:, None]
+        bits, scales = fp8(640, 128, 128)
+        scales = torch.tensor([120, 130, 127, 126, 128], dtype=torch.uint8)[:, None]
+        powers = torch.tensor([2.0**-7, 8.0, 1.0, 0.5, 2.0])
+        expected = bits.float() * powers.repeat_interleave(128)[:, None]
     else:
-        pairs = [fp8(130, 5, 128) for _ in range(3)]
+        pairs = [fp8(600, 5, 128) for _ in range(3)]
         bits = torch.stack([v.view(torch.uint8) for v, _ in pairs]).view(torch.float8_e4m3fn)
         scales = torch.stack([s for _, s in pairs])
-        expected = bits.float() * scales.repeat_interleave(128, 1)[:, :130].expand(3, 130, 5)
+        expected = bits.float() * scales.repeat_interleave(128, 1)[:, :600].expand(3, 600, 5)
     model = Holder(weight=torch.zeros(bits.shape))
     anyrank.load(model, {"l.weight": bits, "l.weight_scale_inv": scales})
     assert torch.equal(model.l.weight, expected)
@@ -256,15 +257,15 @@ def test_inspect_says_what_they_are(tmp_path: Path) -> None:
 
 
 def test_bytes_in_another_order_are_refused(tmp_path: Path) -> None:
-    values, scales = fp8(130, 257, 128)
+    values, scales = fp8(300, 257, 128)
     turned = values.view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)
     assert torch.equal(turned.view(torch.uint8), values.view(torch.uint8))
     source = {"l.weight": turned, "l.weight_scale_inv": scales}
     torch.save(source, tmp_path / "a.pt")
-    model = Holder(weight=torch.ones(130, 257))
+    model = Holder(weight=torch.ones(300, 257))
     with pytest.raises(anyrank.LoadError, match="its bytes lie in pieces"):
         anyrank.load(model, tmp_path / "a.pt")
-    assert torch.equal(model.l.weight, torch.ones(130, 257))
+    assert torch.equal(model.l.weight, torch.ones(300, 257))
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "layer_scale", "layer_scale_1.lambda1"])

@@ -141,9 +141,9 @@ def test_what_is_no_tensor_is_named_and_never_given_first_values(
 @pytest.mark.parametrize("tree", [{"0": {"weight": torch.ones(4, 4)}}, [torch.ones(4, 4)]])
 def test_tensors_inside_an_entry_of_a_dict_in_memory_are_named(tree: Any, tmp_path: Path) -> None:
     source = {"encoder": tree, "scale": torch.ones(())}
-    with pytest.raises(anyrank.LoadError, match="encoder: is a .* with tensors in it"):
+    with pytest.raises(anyrank.LoadError, match=r"encoder: is a .* with tensors in it"):
         anyrank.load(Clip(), source, missing="keep")
-    with pytest.raises(anyrank.LoadError, match="encoder: is a .* with tensors in it"):
+    with pytest.raises(anyrank.LoadError, match=r"encoder: is a .* with tensors in it"):
         anyrank.convert(source, tmp_path / "out")
     assert not anyrank.verify(source)
     anyrank.load(Clip(), {**Clip().state_dict(), "optimizer": {"state": tree}})

@@ -134,3 +134,71 @@ def test_what_is_no_scale_is_cast(tmp_path: Path, kind: str) -> None:
     for name, tensor in tensors.items():
         want = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         assert torch.equal(got[name], want)
+
+
+# -- at other levels than the weight's -------------------------------------------------------------
+
+ELSEWHERE = [
+    *("fc_scale", "scale_fc", "scales", "scale", "scales.fc", "SCB.fc", "fc_weight_scale"),
+    *("amax_fc", "scales.fc.weight", "fc_scale.value", "scale_fc.weight", "zero_points"),
+]
+ABOVE = ["", "layers.0.", "model.layers.0.block."]
+
+
+def layer(above: str) -> nn.Module:
+    """A model whose `fc` has this text before its name."""
+    model: nn.Module = nn.ModuleDict({"fc": nn.Linear(COLUMNS, ROWS, bias=False)})
+    for name in reversed(above.split(".")[:-1]):
+        model = nn.ModuleDict({name: model})
+    return model
+
+
+@pytest.mark.parametrize("above", ABOVE)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_scale_outside_of_the_weights_module_is_not_ignored(
+    name: str, above: str, tmp_path: Path
+) -> None:
+    tensors = {f"{above}fc.weight": weight(FP8), f"{above}{name}": torch.tensor(0.01)}
+    written = (in_safetensors, in_torch, in_dcp)
+    for source in (*(write(tmp_path, tensors) for write in written), tensors):
+        with pytest.raises(anyrank.LoadError, match=rf"beside it \({above}{name}\)"):
+            anyrank.load(layer(above), source, unexpected="ignore")
+        with pytest.raises(anyrank.LoadError, match=rf"beside it \({above}{name}\)"):
+            anyrank.convert(source, tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(anyrank.LoadError, match=rf"beside it \({above}{name}\)"):
+        anyrank.sync(layer(above), tensors, unexpected="ignore")
+    anyrank.convert(source, tmp_path / "out")  # as it is
+    left_out = {f"{above}{name}": ""}
+    anyrank.load(layer(above), source, rename=left_out)
+    anyrank.convert(source, tmp_path / "cast", dtype="bfloat16", rename=left_out)
+
+
+@pytest.mark.parametrize("name", ["fc_scale", "scale", "scales.fc"])
+def test_a_scale_beside_the_table_of_weights_is_not_ignored(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    weights = {"fc.weight": weight(FP8), "norm.weight": torch.ones(2)}
+    torch.save({"model": weights, name: torch.tensor(0.01)}, path)
+    with pytest.raises(anyrank.LoadError, match=rf"beside it \({name}\)"):
+        anyrank.load(layer(""), path, unexpected="ignore")
+    with pytest.raises(anyrank.LoadError, match=rf"beside it \({name}\)"):
+        anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("scale_shift_table", torch.ones(6, ROWS)),  # PixArt, LTX and Wan have one in each block
+        ("norm.scale", torch.ones(COLUMNS)),  # Flux: of a module without small weights
+        ("other_scale.weight", torch.ones(2)),
+        ("quant_conv.weight", torch.ones(4, 4)),
+        ("scales", torch.ones(2 * ROWS, COLUMNS)),  # larger than the weight
+        ("scales.fc.weight", torch.ones(ROWS, COLUMNS)),  # another set of weights
+        ("step_scale", torch.tensor(3)),
+    ],
+)
+def test_parameters_of_such_names_are_no_scales(
+    name: str, values: torch.Tensor, tmp_path: Path
+) -> None:
+    tensors = {"block.fc.weight": weight(FP8), f"block.{name}": values}
+    anyrank.load(layer("block."), tensors, unexpected="ignore")
+    anyrank.convert(in_safetensors(tmp_path, tensors), tmp_path / "out", dtype="bfloat16")

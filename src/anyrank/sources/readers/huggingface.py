@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.sources.endings import ENDINGS, FILES, META_PART, OF_META
 from anyrank.sources.readers.joining import join
+from anyrank.sources.readers.settings import CONFIG, read_quantisation, read_settings
 from anyrank.sources.weight_files import list_file
 from anyrank.wording import count
 
@@ -22,7 +23,6 @@ SUBFOLDERS, SHOWN = 50, 3  # the number that are searched, and named
 # The ending may name a variant, such as `.fp16.safetensors`.
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<ending>(\.\w+)?\.[a-z]+)$")
 MAX_INDEX_BYTES = 1 << 30
-MAX_CONFIG_BYTES = 16 << 20
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
@@ -34,10 +34,10 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = [name for name in storage.names(folder) if not name.startswith(".")]
     listing = _chosen(storage, folder, names)
-    adapter = _config(storage, folder, names, "adapter_config.json")
+    adapter = read_settings(storage, join_path(folder, "adapter_config.json"))
     return replace(
         listing,
-        quantisation=_quantisation(storage, folder, names),
+        quantisation=read_quantisation(storage, join_path(folder, CONFIG)) or listing.quantisation,
         adapters=dict.fromkeys(range(len(listing.files)), adapter) if adapter else {},
     )
 
@@ -100,28 +100,6 @@ def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
         elif depth > 1:
             holders += [f"{name}/{deeper}" for deeper in _weights_below(storage, path, depth - 1)]
     return holders[:SHOWN]
-
-
-def _quantisation(storage: Storage, folder: str, names: list[str]) -> dict[str, Any]:
-    """The quantisation of the weights, from config.json."""
-    config = _config(storage, folder, names, "config.json")
-    configs = [
-        cast("dict[str, Any]", part).get("quantization_config")
-        for part in (config, config.get("text_config"))
-        if isinstance(part, dict)
-    ]
-    return next((cast("dict[str, Any]", value) for value in configs if isinstance(value, dict)), {})
-
-
-def _config(storage: Storage, folder: str, names: list[str], name: str) -> dict[str, Any]:
-    """The contents of a settings file in the folder; empty if it is missing or damaged."""
-    if name not in names:
-        return {}
-    try:
-        config: Any = json.loads(read_whole(storage, join_path(folder, name), MAX_CONFIG_BYTES))
-    except (LoadError, ValueError, RecursionError):
-        return {}  # the library that builds the model reports it
-    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
 
 
 def _name(listings: list[Listing]) -> str:

@@ -53,7 +53,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
                 extras[key] = extra_of(value)
                 continue
-            if what := _what_is_unread(key, value):
+            if what := what_is_unread(key, value):
                 unreadable[key] = what
             skipped.append(f"{key}: {what or NOT_A_TENSOR}")
             continue
@@ -88,14 +88,16 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     )
 
 
-def _what_is_unread(key: str, value: Any) -> str | None:
+def what_is_unread(key: str, value: Any) -> str | None:
     """Describe a value that may be weights, which would otherwise be overlooked."""
     if hasattr(value, "__array__"):
         return "an array and no tensor (torch.as_tensor makes one)"
     is_optimizer = is_other_part(key) or (isinstance(value, Mapping) and "param_groups" in value)
     if is_optimizer or not _holds_tensors(value):
         return None
-    return f"a {type(value).__name__} with tensors in it (give each of them, as {key + '.weight'!r})"
+    return (
+        f"a {type(value).__name__} with tensors in it (give each of them, as {key + '.weight'!r})"
+    )
 
 
 def _holds_tensors(value: Any, depth: int = 16) -> bool:

@@ -7,13 +7,15 @@ import struct
 import zipfile
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anyrank.errors import AnyrankError, LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, read_range
 from anyrank.sources.readers import pickled_tables, pickles
+from anyrank.sources.readers.settings import MAX_CONFIG_BYTES, settings_in
+from anyrank.sources.torch_zip import KEPT_SETTINGS
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
 
@@ -79,6 +81,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         table=content.name,
         beside=beside,
         unread_beside=unread,
+        quantisation=read.quantisation,
     )
 
 
@@ -114,13 +117,15 @@ class TorchFile:
         tree: containers and plain values, with a `TensorRef` for each tensor.
         places: key of a storage -> its byte offset and size.
         checksums: checksums of the storages.
+        quantisation: `quantization_config` that `convert` has kept in the file.
     """
 
     name: str
     info: FileInfo
     tree: Any
     places: dict[str, tuple[int, int]]
-    checksums: tuple[Checksum, ...]
+    checksums: tuple[Checksum, ...] = ()
+    quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
         """Bind a tensor of the tree to the bytes of its storage.
@@ -162,9 +167,9 @@ def read_file(storage: Storage, path: str) -> TorchFile:
         info = file.info
         magic = read_range(file, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
-            return TorchFile("torch zip", info, *read_zip(file, 0, info.size))
+            return read_zip(file, 0, info.size)
         if magic[:1] == b"\x80":
-            return TorchFile("torch legacy", info, *_read_legacy(file, info.size), ())
+            return TorchFile("torch legacy", info, *_read_legacy(file, info.size))
     raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
 
 
@@ -181,10 +186,8 @@ def parsing(path: str) -> Generator[None]:
         ) from error
 
 
-def read_zip(
-    file: OpenFile, start: int, size: int
-) -> tuple[Any, dict[str, tuple[int, int]], tuple[Checksum, ...]]:
-    """Tree, storage key -> (byte offset, bytes), and checksums of a zip at [start, start + size).
+def read_zip(file: OpenFile, start: int, size: int) -> TorchFile:
+    """Read a zip at [start, start + size) of a file.
 
     Raises:
         UnsafeFile: not a whole torch zip.
@@ -223,7 +226,15 @@ def read_zip(
         order = b"little"  # files older than the record
     if order != b"little":
         raise UnsafeFile(f"{path}: written on a {order.decode(errors='replace')}-endian machine")
-    return pickles.loads(archive.read(pickled), path), places, tuple(checksums)
+    kept = records.get(KEPT_SETTINGS)
+    return TorchFile(
+        "torch zip",
+        file.info,
+        pickles.loads(archive.read(pickled), path),
+        places,
+        tuple(checksums),
+        settings_in(archive.read(kept)) if kept and kept.file_size <= MAX_CONFIG_BYTES else {},
+    )
 
 
 def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, int]]]:

@@ -97,15 +97,17 @@ def plan_safetensors_folder(
     return Output(tuple(files), {f"{stem}.safetensors.index.json": text.encode()})
 
 
-def plan_torch_file(name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
-    """One file with a dict of tensors; tied names share a storage."""
+def plan_torch_file(
+    name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str], settings: str = ""
+) -> Output:
+    """One file with a dict of tensors; tied names share a storage. `settings` is kept beside."""
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
     by_name = {tensor.name: tensor for tensor in tensors}
     opcodes = bytearray(b"\x80\x02}(")
     for key, owner in [*((n, n) for n in keys), *tied.items()]:
         tensor = by_name[owner]
         opcodes += value_opcodes(key) + tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
-    archive = TorchZip(bytes(opcodes + b"u."))
+    archive = TorchZip(bytes(opcodes + b"u."), settings.encode())
     spans: list[FileSpan] = []
     for tensor in tensors:
         start = archive.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)

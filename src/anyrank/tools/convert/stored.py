@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +18,7 @@ from anyrank.files.manifest import FORMAT
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.storage import join_path, write_file
 from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
+from anyrank.sources.readers.settings import CONFIG, QUANTISATION
 from anyrank.sources.source import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
@@ -90,7 +93,9 @@ def convert_listing(
     """
     tensors = outputs_of(listing, selection, options.cast_dtype)
     stem = _stem(listing, selection)
-    output = _plan(target, tensors, selection.tied, options, listing.metadata, stem)
+    # Cast weights are dequantised; others still need the size of their blocks.
+    kept = {} if options.cast_dtype is not None else listing.quantisation
+    output = _plan(target, tensors, selection.tied, options, listing.metadata, stem, kept)
     output = replace(output, small={**(small or {}), **output.small})
     content = StoredContent(listing, selection.tensors)
     try:
@@ -210,6 +215,7 @@ def _plan(
     options: ConvertOptions,
     metadata: Mapping[str, str],
     stem: str,
+    quantisation: Mapping[str, Any],
 ) -> Output:
     """Plan the files.
 
@@ -220,15 +226,25 @@ def _plan(
         options: the format, and the size of its files.
         metadata: free text for safetensors.
         stem: the beginning of the names of safetensors files.
+        quantisation: the source's `quantization_config`, which the files keep.
 
     Raises:
         LoadError: the format cannot hold a tensor.
     """
+    settings = json.dumps(quantisation) if quantisation else ""
     if options.to == "dcp":
-        return plan_dcp_folder(tensors, tied)
+        output = plan_dcp_folder(tensors, tied)
+        config = json.dumps({QUANTISATION: quantisation}).encode()
+        return replace(output, small={**output.small, CONFIG: config}) if settings else output
     if options.to == "torch":
+<<<<<<< HEAD
         return plan_torch_file(target.name, tensors, tied)
     texts = {**metadata, **FOR_TRANSFORMERS}
+=======
+        return plan_torch_file(target.name, tensors, tied, settings)
+    texts = {key: text for key, text in metadata.items() if key != QUANTISATION}
+    texts |= {**({QUANTISATION: settings} if settings else {}), **FOR_TRANSFORMERS, **tied}
+>>>>>>> b53b0803 (How weights are quantised is judged alike for a folder, its files and what convert writes; scales at any level count; packed integers are named)
     if target.is_file:
         return Output((plan_safetensors(target.name, tensors, tied, texts),))
     return plan_safetensors_folder(tensors, tied, texts, options.shard_bytes or SHARD_BYTES, stem)

@@ -21,6 +21,7 @@ from anyrank.files.progress import progress_of_tool
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
 from anyrank.models.dialects.transformers.dequantise import dequantised
+from anyrank.models.dialects.transformers.quantised import BLOCK_SIZE
 from anyrank.sources.rank_index import RankIndex
 from anyrank.sources.readers.folders import RUN, looks_like
 from anyrank.sources.readers.runs import no_step, whole_steps
@@ -241,7 +242,11 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     if is_tool_folder(a) and is_tool_folder(b):
         in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
     in_a, in_b, beside = alike(in_a, in_b)
-    wide_a, wide_b = dequantised(in_a, _dtypes(in_b)), dequantised(in_b, _dtypes(in_a))
+    # The same numbers and scales are other weights in other blocks.
+    said = [q[BLOCK_SIZE] for q in (in_a.quantisation, in_b.quantisation) if BLOCK_SIZE in q]
+    is_other = len(said) == 2 and said[0] != said[1]
+    wide_a = dequantised(in_a, {} if is_other else _dtypes(in_b))
+    wide_b = dequantised(in_b, {} if is_other else _dtypes(in_a))
     report = _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
     parts = Counter(_part_of(name) for name in beside if not ignored(name))
     return replace(report, not_compared=dict(parts))

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from anyrank.files.listing import Listing, ties_of
-from anyrank.models.dialects.transformers.dequantise import unknown_method
+from anyrank.models.dialects.transformers.dequantise import (
+    packed_in_words,
+    packed_weights,
+    unknown_method,
+)
 from anyrank.models.dialects.transformers.quantised import pairs_of
 from anyrank.runs.resume.run_log import read_log
 from anyrank.runs.resume.run_time import RunTime, sum_up
@@ -202,12 +206,19 @@ def inspect(source: Source) -> Inspection:
         parameters=sum(total.elements for total in dtypes.values()),
         nbytes=listing.nbytes,
         metadata=listing.metadata,
-        skipped=[*listing.skipped, *filter(None, [unknown_method(listing)])],
+        skipped=[*listing.skipped, *_not_read(listing)],
         tied=ties_of(listing.tensors),
         quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
         steps=[] if folder is None else steps_in(folder),
         run_time=None if folder is None else sum_up(read_log(folder)),
     )
+
+
+def _not_read(listing: Listing) -> list[str]:
+    """Explain that `load` does not read the weights into floating ones, if it does not."""
+    packed = packed_weights(listing)
+    text = unknown_method(listing) or (packed_in_words(packed) if packed else None)
+    return [] if text is None else [text]
 
 
 def name_of(source: Source) -> str:

@@ -21,7 +21,9 @@ from anyrank.models.dialects.transformers.quantised import (
     SCALE_INV,
     Pair,
     Quantised,
+    blocks_of,
     is_cast_along,
+    is_packed,
     is_small,
     is_wide,
     may_be_scaled,
@@ -33,6 +35,7 @@ from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
 from anyrank.sources.part_names import is_other_part
 from anyrank.tensors.names import candidates
 from anyrank.tensors.spec import StoredTensor
+from anyrank.wording import count
 
 
 def dequantised(
@@ -54,7 +57,10 @@ def dequantised(
     Raises:
         LoadError: scales do not fit, or are missing.
     """
+    if unknown_method(listing) is not None:
+        return listing
     pairs = pairs_of(listing.tensors)
+    sizes = blocks_of(listing.quantisation, pairs, listing.tensors)
     holds_small = any(map(is_small, dtypes.values()))
 
     def wanted(key: str) -> torch.dtype | None:
@@ -66,7 +72,7 @@ def dequantised(
         dtype = by_name if by_values is None else by_values
         if holds_small if dtype is None else not is_wide(dtype):
             continue
-        quantised = pair.quantised(listing.tensors, listing.quantisation)
+        quantised = pair.quantised(listing.tensors, sizes)
         stored = _computed(pair, quantised, len(files), swapped=by_values is None)
         files.append(_info(listing, quantised))
         del tensors[pair.values], tensors[pair.scales]
@@ -203,6 +209,28 @@ def unknown_method(listing: Listing) -> str | None:
         f"its config.json), and only {' and '.join(METHODS)} are dequantised while they are read: "
         "give the weights from before it was quantised; or dequantise it with the library that "
         "made it (transformers: model.dequantize(), then save_pretrained) and give the result"
+    )
+
+
+def packed_weights(listing: Listing) -> dict[str, str]:
+    """Keys of weights that a tool packed into integers -> one of the scales beside each."""
+    tensors = {stored.name: stored for stored in listing.tensors.values()}
+    known = {pair.values for pair in pairs_of(tensors)}
+    return {
+        name: scale
+        for scale, name in reversed(scales_of(tensors.values()).items())
+        if is_packed(name) and name not in known and not tensors[name].dtype.is_floating_point
+    }
+
+
+def packed_in_words(packed: Mapping[str, str]) -> str:
+    """Explain why packed weights, as from `packed_weights`, are not read, and the way out."""
+    name, scale = next(iter(packed.items()))
+    return (
+        f"{name}: is packed integers with scales beside them ({scale}), a quantised weight of a "
+        f"kind that is not dequantised while it is read ({count(len(packed), 'tensor')}): give the "
+        "weights from before it was quantised; or dequantise it with the library that made it, and "
+        f"give the result; or leave it out by rename={ {name: '', scale: ''}!r}"
     )
 
 

@@ -17,16 +17,18 @@ from anyrank.tensors.box import row_major
 from anyrank.tensors.spec import StoredTensor
 
 METHODS = ("mxfp4", "fp8")
-BLOCK = (128, 128)  # DeepSeek's size, the default without a configuration
+BLOCK = (128, 128)  # DeepSeek's size, and the default of `quantization_config` for fp8
+BLOCK_SIZE = "weight_block_size"
+BLOCK_UNIT = 32  # sizes of blocks are multiples of it, if nothing says them
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
 # Words in the name of an 8-bit weight's scale, in any tool.
 SCALE_WORDS = re.compile(
     r"scale|amax|absmax|scb|quant|zero_point|(?:^|[._])(?:s|sc|sf|zp|zeros?)$", re.IGNORECASE
 )
-# Scales that are parameters of a model (CLIP, ConvNeXt), not a part of another tensor.
-OWN_SCALES = re.compile(r"(?:^|[._])(?:logit|layer|residual)_?scale", re.IGNORECASE)
-# Words in the name of a weight's packed integers.
-PACKED_WORDS = re.compile(r"weight|packed|blocks")
+# Scales that are parameters of a model (CLIP, ConvNeXt, PixArt), not a part of another tensor.
+OWN_SCALES = re.compile(r"(?:^|[._])(?:(?:logit|layer|residual)_?scale|scale_shift)", re.IGNORECASE)
+# Words in the name of a weight's packed integers, in any tool.
+PACKED_WORDS = re.compile(r"weight|packed|blocks|^_data$|^W_q$|^codes$")
 SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
 
 # The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
@@ -186,17 +188,15 @@ class Pair:
     scales: str
     name: str
 
-    def quantised(
-        self, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
-    ) -> Quantised:
+    def quantised(self, tensors: Mapping[str, StoredTensor], sizes: object) -> Quantised:
         """Interpret the two by their shapes.
 
         Args:
             tensors: the tensors of the source.
-            config: the source's `quantization_config`, or nothing.
+            sizes: for fp8, rows and columns of its blocks, as for `blocks_of`.
 
         Raises:
-            LoadError: the scales do not fit, or the bytes lie in pieces.
+            LoadError: the scales do not fit, the sizes are not known, or the bytes lie in pieces.
         """
         values, scales = tensors[self.values], tensors[self.scales]
         if self.method == "mxfp4":
@@ -205,13 +205,13 @@ class Pair:
         else:
             shape = values.shape
             *rest, rows, columns = shape
-            block = _block(config, (rows, columns), scales, rest)
+            block = self._block(values, scales, sizes)
             grid = (*rest, -(-rows // block[0]), -(-columns // block[1]))
         one_a_matrix = self.method == "fp8" and block == shape[-2:]
         if scales.shape != grid and not (one_a_matrix and scales.numel == math.prod(rest)):
             raise LoadError(
                 f"{self.scales}: is {list(scales.shape)}, and {self.values} of {list(shape)} in "
-                f"blocks of {block[0]} x {block[1]} has {list(grid)} scales: weight_block_size of "
+                f"blocks of {block[0]} x {block[1]} has {list(grid)} scales: {BLOCK_SIZE} of "
                 "quantization_config in config.json says how large the blocks are"
             )
         for stored in (values, scales):
@@ -222,22 +222,68 @@ class Pair:
                 )
         return Quantised(self.method, values, scales, shape, block)
 
+    def _block(self, values: StoredTensor, scales: StoredTensor, sizes: object) -> tuple[int, int]:
+        *rest, rows, columns = values.shape
+        if sizes is None or scales.numel == math.prod(rest):
+            return rows, columns  # a single scale
+        match sizes:
+            case [high, wide] if type(high) is type(wide) is int and min(high, wide) > 0:
+                # No larger than the tensor: no memory is taken for columns that it lacks.
+                return min(high, max(1, rows)), min(wide, max(1, columns))
+            case []:
+                raise LoadError(
+                    f"{self.scales}: is {list(scales.shape)} for {self.values} of "
+                    f"{list(values.shape)}, and nothing says how many rows and columns share a "
+                    "scale, of which several numbers fit: put a config.json beside the file (save "
+                    "a dict with safetensors first), with "
+                    f"{{'quantization_config': {{'quant_method': 'fp8', '{BLOCK_SIZE}': [...]}}}}"
+                )
+            case _:
+                raise LoadError(
+                    f"{BLOCK_SIZE} of quantization_config is {sizes!r}: two whole numbers are "
+                    "expected"
+                )
 
-def _block(
-    config: Mapping[str, Any], shape: tuple[int, int], scales: StoredTensor, rest: Sequence[int]
-) -> tuple[int, int]:
-    sizes = config.get("weight_block_size", BLOCK)
-    if sizes is None or scales.numel == math.prod(rest):
-        return shape  # a single scale
-    match sizes:
-        case [high, wide] if type(high) is type(wide) is int and min(high, wide) > 0:
-            # No larger than the tensor: no memory is taken for columns that it lacks.
-            return min(high, max(1, shape[0])), min(wide, max(1, shape[1]))
-        case _:
-            raise LoadError(
-                f"weight_block_size of quantization_config is {sizes!r}: two whole numbers are "
-                "expected"
-            )
+
+def blocks_of(
+    config: Mapping[str, Any], pairs: Iterable[Pair], tensors: Mapping[str, StoredTensor]
+) -> object:
+    """Rows and columns of the blocks of fp8 that share a scale, in a whole source.
+
+    Returns:
+        What its configuration says; or else the one size that fits all grids of scales; or () if
+        there is none, or more than one. None stands for one scale a matrix.
+    """
+    if BLOCK_SIZE in config:
+        return config[BLOCK_SIZE]
+    if config.get("quant_method") == "fp8":
+        return BLOCK
+    shapes = [
+        (tensors[p.values].shape, tensors[p.scales].shape) for p in pairs if p.method == "fp8"
+    ]
+    grids = [(s, grid) for s, grid in shapes if math.prod(grid) not in (0, math.prod(s[:-2]))]
+    if any(len(shape) != len(grid) for shape, grid in grids):
+        return ()
+    ranges = [_sizes_of([(s[dim], grid[dim]) for s, grid in grids]) for dim in (-2, -1)]
+    if (1, 1) not in ranges:  # blocks are squares, or parts of one row
+        ranges = [(max(least for least, _ in ranges), min(most for _, most in ranges))] * 2
+    sizes = [_one_of(*pair) for pair in ranges]
+    return () if None in sizes else sizes
+
+
+def _sizes_of(cuts: Sequence[tuple[int, int]]) -> tuple[int, float]:
+    """The least and the largest size of pieces that cut each length into its number of pieces."""
+    least = max((-(-length // pieces) for length, pieces in cuts), default=1)
+    most = min(((n - 1) // (pieces - 1) for n, pieces in cuts if pieces > 1), default=math.inf)
+    return least, most
+
+
+def _one_of(least: int, most: float) -> int | None:
+    """The one size in a range that blocks may have; None if there are several, or none."""
+    first = -(-least // BLOCK_UNIT) * BLOCK_UNIT
+    if math.isinf(most) or least == most:  # a whole length, however large the blocks are
+        return least
+    return first if first <= most < first + BLOCK_UNIT else None
 
 
 def pairs_of(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
@@ -279,9 +325,9 @@ def scales_of(
 ) -> dict[str, str]:
     """Keys that look like the scale of a small number's tensor -> the key of that tensor.
 
-    They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; or
-    all scales of a file lie below one name: `scales.X`. By this, load, convert and sync decide
-    whether a weight is scaled.
+    They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; in a
+    module above it: `fc_scale`, `scales`; or below one name for all scales: `scales.X`. By this,
+    load, convert and sync decide whether a weight is scaled.
 
     Args:
         tensors: the tensors of the source.
@@ -296,28 +342,61 @@ def scales_of(
     within = {name.rpartition(".")[0]: name for name in names} | {name: name for name in names}
     whole = {inner: f"{table}.{inner}" for table, _, inner in cut if table in tables}
     elsewhere = {name: whole[inner] for name, inner in within.items()} | owners
+    children = _children_of(elsewhere)
     by_name = {stored.name: stored for stored in small}
     scales: dict[str, str] = {}
     for number, stored in enumerate([*tensors, *beside] if owners else ()):
-        has_word = SCALE_WORDS.search(stored.name) is not None
         if stored.dtype == torch.int64 or OWN_SCALES.search(stored.name):
             continue
         parts = stored.name.split(".")
+        found: list[StoredTensor] = []
         for depth in range(1, min(len(parts), SCALE_DEPTH) + 1) if number < len(tensors) else ():
             owner, rest = ".".join(parts[:-depth]), ".".join(parts[-depth:])
             weight = by_name.get(owners.get(owner, ""), stored)
-            is_named = (has_word and SCALE_WORDS.search(rest)) or _extends(stored, weight)
-            if weight is not stored and is_named and not is_cast_along(stored, weight):
-                scales.setdefault(stored.name, weight.name)
-        inner = [".".join(parts[1:end]) for end in (len(parts), -1)]
-        owner = next((elsewhere[name] for name in inner if name and name in elsewhere), None)
+            if SCALE_WORDS.search(rest) or _extends(stored, weight):
+                found.append(weight)
+        outside = by_name.get(_owner_outside(parts, elsewhere, children) or "")
         # Not another set of weights, such as `quantised.X`.
-        if owner is None or SCALE_WORDS.search(parts[0]) is None:
-            continue
-        weight = by_name[owner]
-        if stored.numel < weight.numel and not is_cast_along(stored, weight):
-            scales.setdefault(stored.name, owner)
+        if outside is not None and stored.numel < outside.numel:
+            found.append(outside)
+        for weight in found:
+            if weight is not stored and not is_cast_along(stored, weight):
+                scales.setdefault(stored.name, weight.name)
     return scales
+
+
+def _children_of(owners: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Names above those of small tensors -> the part that follows -> one of these tensors."""
+    children: dict[str, dict[str, str]] = {}
+    for name, owner in owners.items():
+        parts = name.split(".")
+        for end in range(len(parts)):
+            children.setdefault(".".join(parts[:end]), {}).setdefault(parts[end], owner)
+    return children
+
+
+def _owner_outside(
+    parts: Sequence[str], owners: Mapping[str, str], children: Mapping[str, Mapping[str, str]]
+) -> str | None:
+    """The small tensor whose scale has a name of these parts, outside of its module."""
+    for number, word in enumerate(parts):
+        if SCALE_WORDS.search(word) is None:
+            continue
+        above, below = parts[:number], parts[number + 1 :]
+        # Below a name for all scales: `scales.fc`, `layers.0.scales.fc.weight`.
+        names = [".".join([*above, *below[:end]]) for end in (len(below), -1) if below[:end]]
+        found = [owners[name] for name in names if name in owners]
+        # In a module above: `fc_scale` or `scale_fc` of fc, `scales` of all.
+        inner = children.get(".".join(above), {})
+        found += [
+            owner
+            for child, owner in inner.items()
+            if word.startswith(f"{child}_") or word.endswith(f"_{child}")
+        ]
+        found += [] if below else inner.values()
+        if found:
+            return found[0]
+    return None
 
 
 def may_be_scaled(stored: StoredTensor) -> bool:

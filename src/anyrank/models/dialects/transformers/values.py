@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from anyrank.files.listing import Listing
 from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.transformers.dequantise import (
     dequantised,
+    packed_in_words,
+    packed_weights,
     unknown_method,
     without_scales,
 )
-from anyrank.models.dialects.transformers.quantised import is_wide
+from anyrank.models.dialects.transformers.quantised import is_wide, may_be_scaled
+from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
 
@@ -19,9 +24,9 @@ class QuantisedValues(Dialect):
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether config.json says that a source is quantised, or it has 8-bit numbers."""
+        """Return whether config.json says that a source is quantised, or it has small numbers."""
         return any(
-            source.quantisation or any(t.dtype.itemsize == 1 for t in source.tensors.values())
+            source.quantisation or any(map(may_be_scaled, source.tensors.values()))
             for source in (case.source, *case.parts.values())
         )
 
@@ -42,19 +47,29 @@ class QuantisedValues(Dialect):
         has_others = bool(match.missing or match.unexpected)
         if unknown and (has_others or any(not is_wide(stored.dtype) for stored in wide)):
             return [unknown]
-        places = {
-            (chunk.file, chunk.offset) for _, stored in match.wanted for chunk in stored.chunks
-        }
-        used = {
-            stored.name
-            for stored in match.listing.tensors.values()
-            if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
-        }
+        fitting = [stored for i, stored in match.wanted if stored.shape == tensors[i].shape]
+        used, used_whole = (
+            _names_at(match.listing, wanted)
+            for wanted in ([stored for _, stored in match.wanted], fitting)
+        )
         # rename= is written for whole keys, including the table that a tensor was in.
         keys = {stored.name: key for key, stored in match.listing.tensors.items()}
-        problems = without_scales(
-            match.listing,
-            wide,
-            lambda name: name not in used and rename(keys.get(name, name)) != "",
-        )
-        return problems[:SHOWN]
+
+        def is_left(name: str) -> bool:
+            return name not in used and rename(keys.get(name, name)) != ""
+
+        packed = packed_weights(match.listing)
+        lost = {n: s for n, s in packed.items() if n not in used_whole and is_left(s)}
+        if lost and (match.missing or not used.isdisjoint(lost)):
+            return [packed_in_words(lost)]
+        return without_scales(match.listing, wide, is_left)[:SHOWN]
+
+
+def _names_at(listing: Listing, wanted: Iterable[StoredTensor]) -> set[str]:
+    """The names of the source's tensors that have some of these bytes."""
+    places = {(chunk.file, chunk.offset) for stored in wanted for chunk in stored.chunks}
+    return {
+        stored.name
+        for stored in listing.tensors.values()
+        if any((chunk.file, chunk.offset) in places for chunk in stored.chunks)
+    }

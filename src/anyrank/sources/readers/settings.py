@@ -1,0 +1,58 @@
+"""Settings beside weights: what config.json says about their quantisation, and an adapter's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, cast
+
+from anyrank.errors import LoadError
+from anyrank.files.listing import Listing
+from anyrank.files.storage import Storage, read_whole
+
+CONFIG, QUANTISATION = "config.json", "quantization_config"
+MAX_CONFIG_BYTES = 16 << 20
+
+
+def read_settings(storage: Storage, path: str) -> dict[str, Any]:
+    """The contents of a settings file; empty if it is missing or damaged."""
+    try:
+        if storage.is_file(path):
+            return settings_in(read_whole(storage, path, MAX_CONFIG_BYTES))
+    except (LoadError, OSError):
+        pass  # not every store says which files it lacks
+    return {}
+
+
+def settings_in(text: str | bytes) -> dict[str, Any]:
+    """The JSON object that a text holds; empty if it is none."""
+    try:
+        config: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}  # the library that builds the model reports it
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+
+
+def read_quantisation(storage: Storage, path: str) -> dict[str, Any]:
+    """The `quantization_config` of a config.json; empty if there is none."""
+    config = read_settings(storage, path)
+    configs = [
+        cast("dict[str, Any]", part).get(QUANTISATION)
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict)
+    ]
+    return next((cast("dict[str, Any]", value) for value in configs if isinstance(value, dict)), {})
+
+
+def with_quantisation(listing: Listing, storage: Storage, path: str) -> Listing:
+    """Add how the weights of a file or folder are quantised, unless they say so themselves.
+
+    Args:
+        listing: the weights. Plain numbers (an adapter, a projector) are not quantised.
+        storage: their storage.
+        path: the config.json beside them.
+    """
+    dtypes = [stored.dtype for stored in listing.tensors.values()]
+    if listing.quantisation or all(d.is_floating_point and d.itemsize > 1 for d in dtypes):
+        return listing
+    return replace(listing, quantisation=read_quantisation(storage, path))
