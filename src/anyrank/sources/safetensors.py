@@ -90,9 +90,9 @@ def list_file(storage: Storage, path: str) -> Listing:
             "the file is truncated or something was appended; copy it again"
         )
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
-<<<<<<< HEAD
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
-    return Listing("safetensors", (info,), tensors, others)
+    quantisation = settings_in(texts.get(QUANTISATION, ""))
+    return Listing("safetensors", (info,), tensors, others, quantisation=quantisation)
 
 
 def with_ties(
@@ -127,10 +127,6 @@ def _ties_among(texts: Mapping[str, str], tensors: Collection[str]) -> dict[str,
 
 def _end(name: str) -> str:
     return name.rpartition(".")[2]
-=======
-    quantisation = settings_in(texts.get(QUANTISATION, ""))
-    return Listing("safetensors", (info,), tensors, texts, quantisation=quantisation)
->>>>>>> b53b0803 (How weights are quantised is judged alike for a folder, its files and what convert writes; scales at any level count; packed integers are named)
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -237,14 +237,9 @@ def _plan(
         config = json.dumps({QUANTISATION: quantisation}).encode()
         return replace(output, small={**output.small, CONFIG: config}) if settings else output
     if options.to == "torch":
-<<<<<<< HEAD
-        return plan_torch_file(target.name, tensors, tied)
-    texts = {**metadata, **FOR_TRANSFORMERS}
-=======
         return plan_torch_file(target.name, tensors, tied, settings)
     texts = {key: text for key, text in metadata.items() if key != QUANTISATION}
-    texts |= {**({QUANTISATION: settings} if settings else {}), **FOR_TRANSFORMERS, **tied}
->>>>>>> b53b0803 (How weights are quantised is judged alike for a folder, its files and what convert writes; scales at any level count; packed integers are named)
+    texts |= {**({QUANTISATION: settings} if settings else {}), **FOR_TRANSFORMERS}
     if target.is_file:
         return Output((plan_safetensors(target.name, tensors, tied, texts),))
     return plan_safetensors_folder(tensors, tied, texts, options.shard_bytes or SHARD_BYTES, stem)
