@@ -199,8 +199,8 @@ class _Reader:
                 f"{start + size}: the file is truncated; copy it again"
             )
         with torch_file.parsing(path):
-            record = torch_file.read_zip(file, start, size)
-        return number, replace(record, info=self.files[number])
+            record = torch_file.read_zip(file, start, size, self.files[number])
+        return number, record
 
     def _open(self, name: str) -> tuple[int, OpenFile]:
         if name not in self.opened:

@@ -167,7 +167,7 @@ def read_file(storage: Storage, path: str) -> TorchFile:
         info = file.info
         magic = read_range(file, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
-            return read_zip(file, 0, info.size)
+            return read_zip(file, 0, info.size, info)
         if magic[:1] == b"\x80":
             return TorchFile("torch legacy", info, *_read_legacy(file, info.size))
     raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
@@ -186,8 +186,8 @@ def parsing(path: str) -> Generator[None]:
         ) from error
 
 
-def read_zip(file: OpenFile, start: int, size: int) -> TorchFile:
-    """Read a zip at [start, start + size) of a file.
+def read_zip(file: OpenFile, start: int, size: int, info: FileInfo) -> TorchFile:
+    """Read a zip at [start, start + size) of a file, which `info` describes.
 
     Raises:
         UnsafeFile: not a whole torch zip.
@@ -229,7 +229,7 @@ def read_zip(file: OpenFile, start: int, size: int) -> TorchFile:
     kept = records.get(KEPT_SETTINGS)
     return TorchFile(
         "torch zip",
-        file.info,
+        info,
         pickles.loads(archive.read(pickled), path),
         places,
         tuple(checksums),
