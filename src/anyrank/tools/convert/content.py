@@ -30,12 +30,13 @@ class StoredContent:
         self.reader = Reader(listing, buffer_bytes=BUFFER_BYTES, verify=True)
 
     def open(self) -> None:
-        """Open every file, and check that it is unchanged since its header was read.
+        """Open every file that is read, and check that it is unchanged since its header was read.
 
         Raises:
             LoadError: a file changed, or cannot be read.
         """
-        self.reader.open(range(len(self.reader.listing.files)))
+        stored = self.tensors.values()
+        self.reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
 
     def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
         """Write each span's elements into its tensor, which is on the CPU and has the box's sizes.
