@@ -23,10 +23,10 @@ def renamed_parts(names: Collection[str]) -> dict[str, str]:
 
 def wholes(names: Collection[str]) -> dict[str, list[str]]:
     """Names of tensors that are kept in parts -> the names of their parts."""
-    found: dict[str, list[str]] = {}
+    by_whole: dict[str, list[str]] = {}
     for name, (whole, _) in _parts(names).items():
-        found.setdefault(whole, []).append(name)
-    return found
+        by_whole.setdefault(whole, []).append(name)
+    return by_whole
 
 
 def as_pairs(renamed: Mapping[str, str]) -> list[tuple[str, str]] | dict[str, str]:
@@ -41,13 +41,13 @@ def as_pairs(renamed: Mapping[str, str]) -> list[tuple[str, str]] | dict[str, st
 
 def _parts(names: Collection[str]) -> dict[str, tuple[str, str]]:
     """Names of parts -> the tensor that they belong to, and their names in the other form."""
-    found: dict[str, tuple[str, str]] = {}
+    pairs: dict[str, tuple[str, str]] = {}
     known = {*names}
     for name in names:
         match = PARAMETRISED.search(name)
         if match is not None and match[2] in SUFFIXES:
             whole = name[: match.start()] + match[1]
-            found[name] = whole, whole + SUFFIXES[match[2]]
+            pairs[name] = whole, whole + SUFFIXES[match[2]]
         for form in () if match else FORMS:
             whole, end = next(
                 ((name.removesuffix(e), e) for e in form if name.endswith(e)), ("", "")
@@ -55,9 +55,9 @@ def _parts(names: Collection[str]) -> dict[str, tuple[str, str]]:
             if whole and all(whole + other in known for other in form):
                 before, dot, tensor = whole.rpartition(".")
                 new = f"{before}{dot}parametrizations.{tensor}.{form[end]}" if form[end] else ""
-                found[name] = whole, new
+                pairs[name] = whole, new
                 break
-    return found
+    return pairs
 
 
 def _common_path(name: str, other: str) -> str:

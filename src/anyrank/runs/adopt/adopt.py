@@ -234,11 +234,11 @@ class ForeignStep(ResumeSource):
             return PartMatch(Outcome("exact"), problems=[problem])
         if part in source.not_read:
             return PartMatch(Outcome("fresh", source.not_read[part]))
-        taken = {*parts, *self.skip}
+        named_here = {*parts, *self.skip}
         names = [
             source.keys.get(name, name)
             for name in candidates_for(thing, source)
-            if name not in taken
+            if name not in named_here
         ]
         reason = f"the checkpoint of {source.tool} has none"
         if names:

@@ -75,18 +75,20 @@ def find_table(tree: Any, path: str) -> FoundTable:
     if not isinstance(tree, dict):
         raise LoadError(f"{path}: holds {_what_is(tree)}")
     entries = cast("dict[Any, Any]", tree)
-    own = {key: value for key, value in entries.items() if not _is_table(key, value)}
-    found = _contents(own, path)
+    own_entries = {key: value for key, value in entries.items() if not _is_table(key, value)}
+    content = _contents(own_entries, path)
     tables = _tables_of(entries)
     for name in NESTED:
         if not isinstance(entries.get(name), dict):
             continue
         inner = _contents(entries[name], path)
-        if inner.tensors and len(inner.tensors) + len(inner.unread) > len(found.tensors):
+        if inner.tensors and len(inner.tensors) + len(inner.unread) > len(content.tensors):
             notes = [_why_not(k, v, chosen=name) for k, v in entries.items() if k != name]
             return inner.within(tables, notes, name)
-    if found.tensors:
-        return found.within(tables, [_why_not(k, v) for k, v in entries.items() if k not in own])
+    if content.tensors:
+        return content.within(
+            tables, [_why_not(k, v) for k, v in entries.items() if k not in own_entries]
+        )
     tables = tables or _tables_of(_numbered(entries))
     if tables:
         notes = [_why_not(k, v) for k, v in entries.items() if k not in tables]
@@ -121,24 +123,24 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
         LoadError: it has one rank's shares: the tensors beside them are only the rest; or two
             tensors have one key.
     """
-    found = FoundTable({})
+    content = FoundTable({})
     shares: list[str] = []
     for key, value in _leaves(table):
         what = _what_is_unread(value)
         if isinstance(value, TensorRef):
-            if key in found.tensors:
+            if key in content.tensors:
                 raise LoadError(
                     f"{path}: {key}: is the key of one tensor, and of another one in inner tables: "
                     "rename one, and save the file again"
                 )
-            found.tensors[key] = value
+            content.tensors[key] = value
         elif _is_extra(key):
-            found.extras[key] = extra_of(value)
+            content.extras[key] = extra_of(value)
         elif isinstance(value, DTensorRef):
             shares.append(key)
         else:
-            found.others.append(f"{key}: {what or NOT_A_TENSOR}")
-            found.unread.update({key: what} if what else {})
+            content.others.append(f"{key}: {what or NOT_A_TENSOR}")
+            content.unread.update({key: what} if what else {})
     if shares:
         raise LoadError(
             f"{path}: holds DTensors ({', '.join(first_few(shares, 3))}), of which one rank's file "
@@ -147,7 +149,7 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
             "torch.load(its file, weights_only=False)[...]); or save with "
             "torch.distributed.checkpoint or anyrank.Checkpoints, which any number of ranks reads"
         )
-    return found
+    return content
 
 
 def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -173,9 +173,9 @@ def _inner(tree: Any, name: str) -> dict[Any, Any] | None:
         tree = dict(enumerate(cast("list[Any]", tree)))
     for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
         if f"{name}.".startswith(f"{key}."):
-            found = _inner(value, name[len(str(key)) + 1 :])
-            if found is not None:
-                return found
+            inner = _inner(value, name[len(str(key)) + 1 :])
+            if inner is not None:
+                return inner
     return None
 
 

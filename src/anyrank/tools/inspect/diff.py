@@ -243,8 +243,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
         in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
     in_a, in_b, beside = alike(in_a, in_b)
     # The same numbers and scales are other weights in other blocks.
-    said = [q[BLOCK_SIZE] for q in (in_a.quantisation, in_b.quantisation) if BLOCK_SIZE in q]
-    is_other = len(said) == 2 and said[0] != said[1]
+    sizes = [q[BLOCK_SIZE] for q in (in_a.quantisation, in_b.quantisation) if BLOCK_SIZE in q]
+    is_other = len(sizes) == 2 and sizes[0] != sizes[1]
     wide_a = dequantised(in_a, {} if is_other else _dtypes(in_b))
     wide_b = dequantised(in_b, {} if is_other else _dtypes(in_a))
     report = _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)

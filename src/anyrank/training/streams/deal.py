@@ -143,7 +143,9 @@ class Deal:
         """Return whether the epoch has no further step."""
         constants = self.constants
         ended = [
-            own for own, weight in zip(self.has_ended, constants.weights, strict=True) if weight
+            is_over
+            for is_over, weight in zip(self.has_ended, constants.weights, strict=True)
+            if weight
         ]
         return any(ended) if constants.until == "first" else all(ended)
 
@@ -172,8 +174,8 @@ class Deal:
             return [min(lanes_of_k, key=lambda lane: (blocks[lane], lane)) for lanes_of_k in others]
         for source in set(sources):
             if self._is_ending(source):  # the table has too few blocks for all microbatches
-                own = [k for k, drawn in enumerate(sources) if drawn == source]
-                for k, lane in zip(own, self._table_of(source, own), strict=True):
+                own_places = [k for k, drawn in enumerate(sources) if drawn == source]
+                for k, lane in zip(own_places, self._table_of(source, own_places), strict=True):
                     lanes[k] = lane
         return lanes
 
@@ -185,7 +187,7 @@ class Deal:
     def is_unsure(self, lanes: Collection[int]) -> bool:
         """Return whether all lanes of a mixture's step may have no block, since none was read."""
         blocks = [(self.left[lane], self.states[lane].blocks) for lane in lanes]
-        has_known = any(left > 0 or (left < 0 and given) for left, given in blocks)
+        has_known = any(left > 0 or (left < 0 and num_given) for left, num_given in blocks)
         is_mixture = len(self.sizes) > 1 and not self.constants.endless
         return is_mixture and not has_known and any(left < 0 for left, _ in blocks)
 

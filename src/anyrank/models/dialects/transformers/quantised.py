@@ -349,17 +349,17 @@ def scales_of(
         if stored.dtype == torch.int64 or OWN_SCALES.search(stored.name):
             continue
         parts = stored.name.split(".")
-        found: list[StoredTensor] = []
+        tensors_found: list[StoredTensor] = []
         for depth in range(1, min(len(parts), SCALE_DEPTH) + 1) if number < len(tensors) else ():
             owner, rest = ".".join(parts[:-depth]), ".".join(parts[-depth:])
             weight = by_name.get(owners.get(owner, ""), stored)
             if SCALE_WORDS.search(rest) or _extends(stored, weight):
-                found.append(weight)
+                tensors_found.append(weight)
         outside = by_name.get(_owner_outside(parts, elsewhere, children) or "")
         # Not another set of weights, such as `quantised.X`.
         if outside is not None and stored.numel < outside.numel:
-            found.append(outside)
-        for weight in found:
+            tensors_found.append(outside)
+        for weight in tensors_found:
             if weight is not stored and not is_cast_along(stored, weight):
                 scales.setdefault(stored.name, weight.name)
     return scales
@@ -385,17 +385,17 @@ def _owner_outside(
         above, below = parts[:number], parts[number + 1 :]
         # Below a name for all scales: `scales.fc`, `layers.0.scales.fc.weight`.
         names = [".".join([*above, *below[:end]]) for end in (len(below), -1) if below[:end]]
-        found = [owners[name] for name in names if name in owners]
+        scales = [owners[name] for name in names if name in owners]
         # In a module above: `fc_scale` or `scale_fc` of fc, `scales` of all.
         inner = children.get(".".join(above), {})
-        found += [
+        scales += [
             owner
             for child, owner in inner.items()
             if word.startswith(f"{child}_") or word.endswith(f"_{child}")
         ]
-        found += [] if below else inner.values()
-        if found:
-            return found[0]
+        scales += [] if below else inner.values()
+        if scales:
+            return scales[0]
     return None
 
 
