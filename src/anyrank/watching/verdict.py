@@ -414,22 +414,22 @@ class _Screen:
     def _hang(self) -> str:
         """The sentence for a job that hangs."""
         idle_sec = self.snapshot.idle_sec
-        lasting = "now" if idle_sec is None else f"for {idle_sec:.0f} s"
+        lasting = " now" if idle_sec is None else f", for {idle_sec:.0f} s"
         called = [rank for rank in self.waiting if rank in self.calls]
         waiting = self._alike(sorted(called, key=lambda rank: not self.calls[rank].is_message))
         if self.culprits:
             head = f"{self._orders()}{self._clauses(self.culprits)}"
             if not waiting:
-                return f"{head}; no step {lasting}" if self.waiting else f"{head}, {lasting}"
+                return f"{head}; no step{lasting}" if self.waiting else f"{head}{lasting}"
             verb = "waits" if len(waiting[0]) == 1 else "wait"
             waits = f" and {verb} there" if self.calls[waiting[0][0]].is_counted else ""
-            return f"{head}; {self._clause(waiting[0])}{waits}, {lasting}"
+            return f"{head}; {self._clause(waiting[0])}{waits}{lasting}"
         if len(waiting) > 1 or self.calls[called[0]].is_message:
             head = self._orders() or "nothing tells which rank is wrong: "
-            return f"{head}{self._clauses(self.waiting)}; all wait, {lasting}"
+            return f"{head}{self._clauses(self.waiting)}; all wait{lasting}"
         first = self.waiting[0]
         return (
-            f"all ranks wait in {self.calls[first].describe()}, {lasting}, at "
+            f"all ranks wait in {self.calls[first].describe()}{lasting}, at "
             f"{self.snapshot.line(first, self.calls)}, and none is missing: look at the network, "
             "at ranks that are not in this group, and at roots and reduce operations, of which "
             "there is no record"

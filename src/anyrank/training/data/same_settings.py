@@ -26,31 +26,31 @@ WAYS = {
 
 
 def compare_settings(
-    saved: Mapping[str, Any], here: Mapping[str, Any], names: Sequence[str]
+    saved: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str]
 ) -> None:
     """Compare the settings in the states of a run and of a loader.
 
     Args:
-        saved, here: states of the run and of the loader.
+        saved, current: states of the run and of the loader.
         names: entries, beside "order", that must agree.
 
     Raises:
         CheckpointError: one of them differs.
     """
-    _check_kind(saved["order"], here["order"])
+    _check_kind(saved["order"], current["order"])
     for name in names:
-        if saved[name] != here[name]:
+        if saved[name] != current[name]:
             way_out = WAYS.get(name, f"give {name}={saved[name]!r}")
             raise CheckpointError(
                 f"data position: the run has {TITLES.get(name, name)} {saved[name]!r}, here it is "
-                f"{here[name]!r}: {way_out}"
+                f"{current[name]!r}: {way_out}"
             )
-    _check_order(saved["order"], here["order"])
+    _check_order(saved["order"], current["order"])
 
 
-def _check_kind(saved: str, here: str) -> None:
+def _check_kind(saved: str, current: str) -> None:
     """Raise CheckpointError if the order of a run is of another kind of data than a loader's."""
-    (kind, _), (own_kind, _) = _kind_of(saved), _kind_of(here)
+    (kind, _), (own_kind, _) = _kind_of(saved), _kind_of(current)
     if kind != own_kind:
         raise CheckpointError(
             f"data position: the run has {kind}, and the loader {own_kind}: give the data of the "
@@ -58,21 +58,21 @@ def _check_kind(saved: str, here: str) -> None:
         )
 
 
-def _check_order(saved: str, here: str) -> None:
+def _check_order(saved: str, current: str) -> None:
     """Raise CheckpointError if the order of a run differs from a loader's, of the same kind."""
-    if saved == here:
+    if saved == current:
         return
-    shuffles = [IDENTITY_NAME not in name.replace(",", "").split() for name in (saved, here)]
+    shuffles = [IDENTITY_NAME not in name.replace(",", "").split() for name in (saved, current)]
     if shuffles[0] != shuffles[1]:
         raise CheckpointError(
             f"data position: the run has shuffle={shuffles[0]}, here it is {shuffles[1]}: give "
             f"shuffle={shuffles[0]}"
         )
-    way_out = f"give the run's {_kind_of(here)[1]}, or start a new run from its weights"
-    if saved.split()[0] != here.split()[0]:
+    way_out = f"give the run's {_kind_of(current)[1]}, or start a new run from its weights"
+    if saved.split()[0] != current.split()[0]:
         way_out = "use the anyrank version that wrote it, or a newer one"
     raise CheckpointError(
-        f"data position: the run has the order {saved!r}, here it is {here!r}: {way_out}"
+        f"data position: the run has the order {saved!r}, here it is {current!r}: {way_out}"
     )
 
 
