@@ -23,6 +23,7 @@ from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"
 ARRAY = "an array of NumPy, not a tensor: save torch.from_numpy() of it"
+PLAIN = {int, float, bool, str, bytes, type(None)}  # types of values that hold no tensors
 MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # nested dicts and lists, each counted at every place
 
 
@@ -159,18 +160,31 @@ def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
     """
     for name, value in table.items():
         key = f"{prefix}{name}"
-        inner: Any = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-        leaves = [*_leaves(inner, f"{key}.")] if _is_container(value) else []
-        if any(map(_may_be_weights, leaves)) and not _is_extra(key):
-            yield from leaves
+        if _is_table(key, value):
+            yield from _leaves(dict(_entries(value)), f"{key}.")
         else:
             yield key, value
 
 
 def _is_table(key: Any, value: Any) -> bool:
-    """Return whether an entry is a table or list with something that may be weights."""
-    is_plain = _is_extra(key) or not _is_container(value)
-    return not is_plain and any(map(_may_be_weights, _leaves({key: value})))
+    """Return whether an entry is a table or list with something that may be weights.
+
+    It ends at the first such value; the positions of a sampler, a million of them, are looked over
+    without a key for each.
+    """
+    if _is_extra(key) or not _is_container(value):
+        return False
+    if not isinstance(value, dict) and {*map(type, value)} <= PLAIN:
+        return False
+    return any(
+        _is_table(name, inner) or _may_be_weights((str(name), inner))
+        for name, inner in _entries(value)
+    )
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The entries of a table, or of a list by their numbers."""
+    return value.items() if isinstance(value, dict) else enumerate(value)
 
 
 def _may_be_weights(leaf: tuple[str, Any]) -> bool:
