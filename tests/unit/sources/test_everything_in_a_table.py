@@ -164,3 +164,21 @@ def test_states_of_generators_are_no_weights(tmp_path: Path) -> None:
     assert anyrank.verify(tmp_path / "w.pt")
     assert anyrank.diff(tmp_path / "w.pt", tmp_path / "w.pt")
     anyrank.convert(tmp_path / "w.pt", tmp_path / "out")
+
+
+def test_a_run_that_begins_from_such_a_file_has_it_all_or_names_it(tmp_path: Path) -> None:
+    model, other = Clip(), Clip()
+    torch.save({"model": nested(model), "step": 3}, tmp_path / "w.pt")
+    with anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(model=other)) as ckpts:
+        ckpts.resume(tmp_path / "w.pt")
+    assert all(
+        torch.equal(got, want)
+        for got, want in zip(other.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    array = {**model.state_dict(), "mean": np.ones(4, np.float32)}
+    torch.save({"model": array, "step": 3}, tmp_path / "array.pt")
+    with (
+        pytest.raises(anyrank.CheckpointError, match="mean: is an array"),
+        anyrank.Checkpoints(tmp_path / "again", anyrank.TrainState(model=Clip())) as ckpts,
+    ):
+        ckpts.resume(tmp_path / "array.pt")

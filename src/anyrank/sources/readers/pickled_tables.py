@@ -135,7 +135,7 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
                     "rename one, and save the file again"
                 )
             content.tensors[key] = value
-        elif _is_extra(key):
+        elif is_extra(key):
             content.extras[key] = extra_of(value)
         elif isinstance(value, DTensorRef):
             shares.append(key)
@@ -172,7 +172,7 @@ def _is_table(key: Any, value: Any) -> bool:
     It ends at the first such value; the positions of a sampler, a million of them, are looked over
     without a key for each.
     """
-    if _is_extra(key) or not _is_container(value):
+    if is_extra(key) or not _is_container(value):
         return False
     if not isinstance(value, dict) and {*map(type, value)} <= PLAIN:
         return False
@@ -190,7 +190,7 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 def _may_be_weights(leaf: tuple[str, Any]) -> bool:
     key, value = leaf
     is_tensor = isinstance(value, TensorRef | DTensorRef)
-    return is_tensor or _is_extra(key) or _what_is_unread(value) is not None
+    return is_tensor or is_extra(key) or _what_is_unread(value) is not None
 
 
 def _is_container(value: Any) -> bool:
@@ -245,7 +245,7 @@ def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
         key: cast("dict[Any, Any]", value)
         for key, value in entries.items()
         if isinstance(key, str) and isinstance(value, dict) and not is_other_part(key)
-        if not _is_extra(key) and "param_groups" not in value
+        if not is_extra(key) and "param_groups" not in value
         if _has_tensors(value)
     }
 
@@ -329,14 +329,6 @@ def _holds_tensors(value: Any, depth: int = 6) -> bool:
     return is_container and depth > 0 and any(_holds_tensors(part, depth - 1) for part in parts)
 
 
-def extras_of(table: dict[Any, Any]) -> dict[str, tuple[Any] | None]:
-    """Extra state of modules that stands among the weights and is not a tensor."""
-    return {
-        str(key): extra_of(value)
-        for key, value in table.items()
-        if _is_extra(key) and not isinstance(value, TensorRef)
-    }
-
-
-def _is_extra(key: Any) -> bool:
+def is_extra(key: Any) -> bool:
+    """Return whether a key is that of a module's extra state."""
     return str(key).rsplit(".", 1)[-1] == EXTRA_STATE

@@ -11,11 +11,12 @@ from typing import Any, TypeGuard, TypeVar, cast
 import torch
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.listing import Checksum, FileInfo, Listing
+from anyrank.files.listing import NOT_A_TENSOR, Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range, read_whole
 from anyrank.sources.part_names import is_average
 from anyrank.sources.readers import pickles, torch_file
-from anyrank.sources.readers.pickled_tables import extras_of
+from anyrank.sources.readers.memory import extra_of
+from anyrank.sources.readers.pickled_tables import ARRAY, is_extra
 from anyrank.sources.tools import shards
 from anyrank.sources.weight_files import saying_what_it_is
 from anyrank.tensors.spec import StoredTensor
@@ -190,13 +191,32 @@ def _tables_in(tree: Any, name: str) -> list[str]:
 
 
 def weights_of(table: Any) -> Listing:
-    """Weights, and extra state of modules among them."""
-    extras = {
-        key: value
-        for key, value in extras_of(table).items()
-        if not isinstance(table[key], StoredTensor)
-    }
-    return Listing("", (), flat(table), extras=extras)
+    """Weights in tables and lists, extra state of modules among them, and what is not read."""
+    listing = Listing("", (), {})
+    notes: list[str] = []
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, StoredTensor):
+            listing.tensors[key] = value.renamed(key)
+        elif is_extra(key):
+            listing.extras[key] = extra_of(value)
+        elif isinstance(value, dict) or _has_more_than_numbers(value):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, inner in pairs:
+                walk(inner, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, Unread) and value.is_array:
+            listing.unreadable[key] = ARRAY
+        else:
+            notes.append(f"{key}: {NOT_A_TENSOR}")
+
+    walk(table, "")
+    unread = [f"{key}: {what}" for key, what in listing.unreadable.items()]
+    return replace(listing, skipped=(*notes, *unread))
+
+
+def _has_more_than_numbers(value: Any) -> bool:
+    """Return whether a list holds anything but plain values: its entries are looked at then."""
+    return isinstance(value, list | tuple) and not all(isinstance(v, PLAIN) for v in value)
 
 
 def _moved(table: dict[str, V], moves: Mapping[str, str]) -> dict[str, V]:
@@ -280,6 +300,11 @@ class Unread:
     """
 
     name: str
+
+    @property
+    def is_array(self) -> bool:
+        """Return whether it is an array of NumPy."""
+        return self.name == "_reconstruct"
 
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
