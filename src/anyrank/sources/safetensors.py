@@ -16,7 +16,7 @@ import torch
 from anyrank.errors import UnsafeFile
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
-from anyrank.sources.readers.settings import QUANTISATION, settings_in
+from anyrank.sources.readers.config_json import QUANTISATION, config_in
 from anyrank.tensors.spec import StoredTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -91,7 +91,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         )
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
-    quantisation = settings_in(texts.get(QUANTISATION, ""))
+    quantisation = config_in(texts.get(QUANTISATION, ""))
     return Listing("safetensors", (info,), tensors, others, quantisation=quantisation)
 
 

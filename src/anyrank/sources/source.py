@@ -15,10 +15,10 @@ from anyrank.files.storage import Storage, storage_for
 from anyrank.sources.endings import META_PART, OF_META
 from anyrank.sources.locate import locate_all
 from anyrank.sources.readers import dcp, huggingface, runs
+from anyrank.sources.readers.config_json import CONFIG, with_quantisation
 from anyrank.sources.readers.folders import DCP, RUN, WEIGHTS, format_of_folder, is_run_of_tool
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
-from anyrank.sources.readers.settings import CONFIG, with_quantisation
 from anyrank.sources.weight_files import list_file
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]

@@ -26,7 +26,7 @@ MOST_32 = 0xFFFFFFFF  # means "in the 64-bit record"
 MOST_16 = 0xFFFF
 UTF8 = 0x0800
 ROOT = "archive"
-KEPT_SETTINGS = "quantization_config.json"  # a record of files of `convert`; torch reads over it
+KEPT_CONFIG = "quantization_config.json"  # a record of files of `convert`; torch reads over it
 STORAGES = {  # torch's storage classes, of which only the dtype matters
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -79,20 +79,20 @@ class TorchZip:
 
     Attributes:
         pickled: the first record.
-        settings: a record of JSON, if there is one.
+        quantisation: the record of how the weights are quantised, as JSON; empty for none.
         size: bytes so far.
         fixed: offset and bytes of everything but the reserved records.
     """
 
     pickled: bytes
-    settings: bytes = b""
+    quantisation: bytes = b""
     size: int = 0
     fixed: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
     directory: list[bytes] = field(default_factory=list[bytes])
 
     def __post_init__(self) -> None:
         small = {"data.pkl": self.pickled, "byteorder": b"little", "version": b"3\n"}
-        small |= {KEPT_SETTINGS: self.settings} if self.settings else {}
+        small |= {KEPT_CONFIG: self.quantisation} if self.quantisation else {}
         for name, data in small.items():
             self._open(name, len(data), zlib.crc32(data), 1)
             self._put(data)

@@ -68,8 +68,8 @@ QUESTIONS = {
         frozenset({"models/dialects/transformers/quantised.py"}),  # the default size of blocks
     ),
     "How is a source quantised?": Question(
-        "sources/readers/settings.py",
-        ("with_quantisation", "read_quantisation", "settings_in"),
+        "sources/readers/config_json.py",
+        ("with_quantisation", "read_quantisation", "config_in"),
         frozenset(
             {
                 "sources/source.py",  # files, and lists of them

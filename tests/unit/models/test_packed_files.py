@@ -76,7 +76,8 @@ def test_they_are_named_before_all_ways_out(kind: str, form: str, tmp_path: Path
     FORMATS[form](state, tmp_path / form)
     source: Any = state if form == "dict" else tmp_path / form
     ignoring: Any = {"missing": "init", "unexpected": "ignore", "cast": "any"}
-    for options in ({}, ignoring, {**ignoring, "rename": {"0.weight": ""}}):
+    cases: list[Any] = [{}, ignoring, {**ignoring, "rename": {"0.weight": ""}}]
+    for options in cases:
         with pytest.raises(anyrank.LoadError, match=r"packed integers with scales") as failed:
             anyrank.load(net(), source, **options)
         text = str(failed.value)

@@ -13,7 +13,7 @@ from anyrank.files.block_sums import sums_name
 from anyrank.files.listing import NOT_A_TENSOR, Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
 from anyrank.sources.readers import pickles, torch_file
-from anyrank.sources.readers.settings import CONFIG, with_quantisation
+from anyrank.sources.readers.config_json import CONFIG, with_quantisation
 from anyrank.sources.run_step import METADATA
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -199,8 +199,7 @@ class _Reader:
                 f"{start + size}: the file is truncated; copy it again"
             )
         with torch_file.parsing(path):
-            record = torch_file.read_zip(file, start, size, self.files[number])
-        return number, record
+            return number, torch_file.read_zip(file, self.files[number], start, size)
 
     def _open(self, name: str) -> tuple[int, OpenFile]:
         if name not in self.opened:

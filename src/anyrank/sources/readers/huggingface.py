@@ -11,8 +11,8 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.sources.endings import ENDINGS, FILES, META_PART, OF_META
+from anyrank.sources.readers.config_json import CONFIG, read_config, read_quantisation
 from anyrank.sources.readers.joining import join
-from anyrank.sources.readers.settings import CONFIG, read_quantisation, read_settings
 from anyrank.sources.weight_files import list_file
 from anyrank.wording import count
 
@@ -34,7 +34,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     """
     names = [name for name in storage.names(folder) if not name.startswith(".")]
     listing = _chosen(storage, folder, names)
-    adapter = read_settings(storage, join_path(folder, "adapter_config.json"))
+    adapter = read_config(storage, join_path(folder, "adapter_config.json"))
     return replace(
         listing,
         quantisation=read_quantisation(storage, join_path(folder, CONFIG)) or listing.quantisation,

@@ -14,8 +14,8 @@ from anyrank.errors import AnyrankError, LoadError, UnsafeFile
 from anyrank.files.listing import Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, read_range
 from anyrank.sources.readers import pickled_tables, pickles
-from anyrank.sources.readers.settings import MAX_CONFIG_BYTES, settings_in
-from anyrank.sources.torch_zip import KEPT_SETTINGS
+from anyrank.sources.readers.config_json import MAX_CONFIG_BYTES, config_in
+from anyrank.sources.torch_zip import KEPT_CONFIG
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
 
@@ -167,7 +167,7 @@ def read_file(storage: Storage, path: str) -> TorchFile:
         info = file.info
         magic = read_range(file, 0, min(4, info.size))
         if magic == ZIP_MAGIC:
-            return read_zip(file, 0, info.size, info)
+            return read_zip(file, info, 0, info.size)
         if magic[:1] == b"\x80":
             return TorchFile("torch legacy", info, *_read_legacy(file, info.size))
     raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
@@ -186,7 +186,7 @@ def parsing(path: str) -> Generator[None]:
         ) from error
 
 
-def read_zip(file: OpenFile, start: int, size: int, info: FileInfo) -> TorchFile:
+def read_zip(file: OpenFile, info: FileInfo, start: int, size: int) -> TorchFile:
     """Read a zip at [start, start + size) of a file, which `info` describes.
 
     Raises:
@@ -226,14 +226,14 @@ def read_zip(file: OpenFile, start: int, size: int, info: FileInfo) -> TorchFile
         order = b"little"  # files older than the record
     if order != b"little":
         raise UnsafeFile(f"{path}: written on a {order.decode(errors='replace')}-endian machine")
-    kept = records.get(KEPT_SETTINGS)
+    kept = records.get(KEPT_CONFIG)
     return TorchFile(
         "torch zip",
         info,
         pickles.loads(archive.read(pickled), path),
         places,
         tuple(checksums),
-        settings_in(archive.read(kept)) if kept and kept.file_size <= MAX_CONFIG_BYTES else {},
+        config_in(archive.read(kept)) if kept and kept.file_size <= MAX_CONFIG_BYTES else {},
     )
 
 

@@ -18,7 +18,7 @@ from anyrank.files.manifest import FORMAT
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.storage import join_path, write_file
 from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
-from anyrank.sources.readers.settings import CONFIG, QUANTISATION
+from anyrank.sources.readers.config_json import CONFIG, QUANTISATION
 from anyrank.sources.source import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
@@ -231,15 +231,15 @@ def _plan(
     Raises:
         LoadError: the format cannot hold a tensor.
     """
-    settings = json.dumps(quantisation) if quantisation else ""
+    kept = json.dumps(quantisation) if quantisation else ""
     if options.to == "dcp":
         output = plan_dcp_folder(tensors, tied)
         config = json.dumps({QUANTISATION: quantisation}).encode()
-        return replace(output, small={**output.small, CONFIG: config}) if settings else output
+        return replace(output, small={**output.small, CONFIG: config}) if kept else output
     if options.to == "torch":
-        return plan_torch_file(target.name, tensors, tied, settings)
+        return plan_torch_file(target.name, tensors, tied, kept)
     texts = {key: text for key, text in metadata.items() if key != QUANTISATION}
-    texts |= {**({QUANTISATION: settings} if settings else {}), **FOR_TRANSFORMERS}
+    texts |= {**({QUANTISATION: kept} if kept else {}), **FOR_TRANSFORMERS}
     if target.is_file:
         return Output((plan_safetensors(target.name, tensors, tied, texts),))
     return plan_safetensors_folder(tensors, tied, texts, options.shard_bytes or SHARD_BYTES, stem)

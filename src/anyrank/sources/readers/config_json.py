@@ -14,17 +14,17 @@ CONFIG, QUANTISATION = "config.json", "quantization_config"
 MAX_CONFIG_BYTES = 16 << 20
 
 
-def read_settings(storage: Storage, path: str) -> dict[str, Any]:
+def read_config(storage: Storage, path: str) -> dict[str, Any]:
     """The contents of a settings file; empty if it is missing or damaged."""
     try:
         if storage.is_file(path):
-            return settings_in(read_whole(storage, path, MAX_CONFIG_BYTES))
+            return config_in(read_whole(storage, path, MAX_CONFIG_BYTES))
     except (LoadError, OSError):
         pass  # not every store says which files it lacks
     return {}
 
 
-def settings_in(text: str | bytes) -> dict[str, Any]:
+def config_in(text: str | bytes) -> dict[str, Any]:
     """The JSON object that a text holds; empty if it is none."""
     try:
         config: Any = json.loads(text)
@@ -35,7 +35,7 @@ def settings_in(text: str | bytes) -> dict[str, Any]:
 
 def read_quantisation(storage: Storage, path: str) -> dict[str, Any]:
     """The `quantization_config` of a config.json; empty if there is none."""
-    config = read_settings(storage, path)
+    config = read_config(storage, path)
     configs = [
         cast("dict[str, Any]", part).get(QUANTISATION)
         for part in (config, config.get("text_config"))
