@@ -49,7 +49,12 @@ def experts() -> Any:
 def adapted(model: Any, seed: int = 1, **options: Any) -> Any:
     """The model with LoRA whose tensors are random."""
     chosen = {"r": 4, "target_modules": ["q_proj"], **options}
-    model = get_peft_model(model, LoraConfig(**chosen)).eval()
+    return with_adapter(model, LoraConfig(**chosen), seed)
+
+
+def with_adapter(model: Any, config: Any, seed: int) -> Any:
+    """The model with an adapter whose tensors are random."""
+    model = get_peft_model(model, config).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,13 +157,7 @@ def scaled_layers(model: Any) -> list[Any]:
 def test_a_scale_that_the_model_was_given_is_compared(tmp_path: Path, kind: str) -> None:
     def made(seed: int = 1) -> Any:
         base = experts() if kind == "experts" else llama(tied=kind != "an embedding")
-        model = get_peft_model(base, copy.deepcopy(SCALED[kind])).eval()
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_(std=0.3)
-        return model
+        return with_adapter(base, copy.deepcopy(SCALED[kind]), seed)
 
     trained = made()
     peft.save(trained, tmp_path / "folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,39 @@ def job_refuse(folder: str) -> list[str]:
     norm.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
     said += anyrank.convert(norm, f"{folder}/norm").skipped
     return said
+
+
+def job_left_out(folder: str, layout: str) -> list[list[str]]:
+    """Leave out a name of a tie and a buffer, mistype another name, and refuse a pipe."""
+    skipped: list[list[str]] = []
+    for to in ("safetensors", "dcp", "torch"):
+        rename = {"embed.weight": "", "blocks.1.count": "", "blocks.0": "first", "head.wieght": ""}
+        out: Any = os.path.join(folder, f"{layout}-{to}")
+        model = LAYOUTS[layout](reference(**SIZES))
+        skipped.append(anyrank.convert(model, out, to=to, rename=rename).skipped)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="pipe: is neither a regular file nor a folder"):
+            anyrank.convert(model, os.path.join(folder, "pipe"), to=to, overwrite=True)  # type: ignore[arg-type]
+    return skipped
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp", "tp"])
+def test_what_rename_empties_is_left_out_by_all_ranks(tmp_path: Path, layout: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    wanted = {
+        name.replace("blocks.0", "first"): tensor
+        for name, tensor in reference(**SIZES).state_dict().items()
+        if name not in ("blocks.1.count", "embed.weight")
+    }
+    for notes in run_ranks(2, job_left_out, str(tmp_path), layout):
+        for skipped in notes:
+            assert "embed.weight: rename= leaves it out" in skipped
+            assert "head.wieght: rename= has it, and no key matches (near: head.weight)" in skipped
+            assert "blocks.1.count: rename= leaves it out" in skipped
+    for to in ("safetensors", "dcp", "torch"):
+        report = anyrank.diff(tmp_path / f"{layout}-{to}", wanted)
+        assert report, report
+        assert not report.tied
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
 
 
 def job_path_first(folder: str) -> None:
