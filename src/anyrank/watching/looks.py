@@ -232,7 +232,7 @@ class SelfObserver:
     def _workers_at(self, pause: Callable[[float], None]) -> list[str]:
         """The positions of the worker processes of this rank's DataLoaders, in own lines."""
         process = self.describe()
-        pids = sorted(self.workers.known - self.workers.dead.keys())[:MOST_WORKERS]
+        pids = sorted(self.workers.known)[:MOST_WORKERS]
         forked = [pid for pid in pids if self.signal and catches(pid, self.signal)]  # after us
         lines: list[str] = []
         texts = _stacks_by_signal({pid: process | {"pid": pid} for pid in forked}, pause)

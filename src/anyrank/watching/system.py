@@ -8,17 +8,17 @@ core where there are 130, for 0.02 ms here.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import signal
-import time
+from typing import Any
 
 STOPPED = ("T", "t")  # states of a process
 IN_KERNEL = "D"  # waiting in the kernel, for example for a disk, and taking no signal
 ENDED = ("Z", "X")  # ended, but the parent has not waited for it yet
 WORKER = "pt_data_worker"  # torch's name for a DataLoader's processes
-SCAN_SHARE = 1000  # pause between scans of all threads' children, in CPU times of a scan
 STATUS_FIELD = 49  # of /proc/PID/stat, counted from the state on
-ORDERLY = (0, signal.SIGTERM)  # statuses with which a DataLoader ends its workers
+ORDERLY = (0, -signal.SIGTERM)  # exit codes with which a DataLoader ends its workers
 
 
 def state_of(pid: int) -> str:
@@ -49,51 +49,61 @@ def end_of(pid: int) -> str:
     fields = _stat_fields(pid)
     if not fields or fields[0] not in ENDED or len(fields) <= STATUS_FIELD:
         return ""
-    return ended(int(fields[STATUS_FIELD]))
+    return ended(os.waitstatus_to_exitcode(int(fields[STATUS_FIELD])))
 
 
-def ended(status: int) -> str:
-    """A wait status in words: "signal 9 (SIGKILL)", "exit code 1"."""
-    number = status & 0x7F
-    if not number:
-        return f"exit code {status >> 8}"
+def ended(code: int) -> str:
+    """An exit code in words, negative for a signal: "signal 9 (SIGKILL)", "exit code 1"."""
+    if code >= 0:
+        return f"exit code {code}"
     with contextlib.suppress(ValueError):
-        return f"signal {number} ({signal.Signals(number).name})"
-    return f"signal {number}"
+        return f"signal {-code} ({signal.Signals(-code).name})"
+    return f"signal {-code}"
 
 
 class Workers:
-    """The worker processes of this process's DataLoaders, and those that were killed."""
+    """The worker processes of this process's DataLoaders, and those that were killed.
+
+    Not by waiting for them: that would hide their end from torch, which looks for it. And not by
+    their states alone: where torch has waited for one before a busy watch looks, the process is
+    gone, and only what multiprocessing keeps of it says how it ended.
+    """
 
     def __init__(self) -> None:
-        self.known: set[int] = set()
+        self.known: dict[int, Any] = {}  # multiprocessing's Popen by pid
         self.dead: dict[int, str] = {}
-        self.next_scan = 0.0
 
     def tick(self) -> None:
-        """Look for new workers, and at the known ones.
-
-        Not by waiting for them: that would hide their end from torch, which looks for it.
-        """
-        if time.monotonic() >= self.next_scan:
-            start = time.thread_time()
-            self.known |= {
-                pid for pid in children(os.getpid()) if _text(f"/proc/{pid}/comm").strip() == WORKER
-            }
-            self.next_scan = time.monotonic() + SCAN_SHARE * (time.thread_time() - start)
-        for pid in list(self.known - self.dead.keys()):
-            fields = _stat_fields(pid)
-            if not fields:
-                self.known.discard(pid)
-            elif fields[0] in ENDED:
-                status = int(fields[STATUS_FIELD]) if len(fields) > STATUS_FIELD else 0
-                if status not in ORDERLY:
-                    self.dead[pid] = f"worker process {pid} of its DataLoader: {ended(status)}"
+        """Look for new workers, and at the known ones."""
+        # active_children() would wait for those that have ended.
+        for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+            popen = process._popen
+            if popen and popen.pid not in self.known and _is_worker(popen.pid):
+                self.known[popen.pid] = popen
+        for pid, popen in list(self.known.items()):
+            if (code := _exit_code(popen)) is not None:
+                del self.known[pid]
+                if code not in ORDERLY:
+                    self.dead[pid] = f"worker process {pid} of its DataLoader: {ended(code)}"
 
     def find_dead(self) -> list[str]:
         """The workers that were killed, in words."""
         self.tick()
         return list(self.dead.values())
+
+
+def _is_worker(pid: int) -> bool:
+    return _text(f"/proc/{pid}/comm").strip() == WORKER
+
+
+def _exit_code(popen: Any) -> int | None:
+    """The exit code of a child, whether its parent has waited for it or not; None: it is alive."""
+    if popen.returncode is not None:
+        return int(popen.returncode)
+    fields = _stat_fields(popen.pid)
+    if not fields or fields[0] not in ENDED or len(fields) <= STATUS_FIELD:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[STATUS_FIELD]))
 
 
 def children(pid: int) -> list[int]:
