@@ -61,7 +61,7 @@ def compare_in_saves(path: str, widths: Sequence[int]) -> float:
     """The comparisons' part of ten saves of a model that both ranks hold whole."""
     state = anyrank.TrainState(*make_state(widths, is_sharded=False))
     with (
-        seconds_in(collect, "compare_replicas") as spent,
+        seconds_in(collect, "find_differing_replicas") as spent,
         anyrank.Checkpoints(path, state) as ckpts,
     ):
         start = time.perf_counter()

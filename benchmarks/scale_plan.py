@@ -42,9 +42,9 @@ def play(size: int, count: int, rank: int) -> None:
     from anyrank.models.spreads import spreads_of
     from anyrank.models.tensors import find_tensors
     from anyrank.runs.saving.metadata import write_metadata
-    from anyrank.runs.saving.plan import index_of, plan_writes
     from anyrank.runs.saving.rank_file import make_items
     from anyrank.runs.saving.run_folder import RunFolder
+    from anyrank.runs.saving.writers import index_of, plan_writes
     from anyrank.sources.rank_index import Placed, RankIndex
     from anyrank.sources.step_index import parse
     from anyrank.sources.step_listing import StepLocator

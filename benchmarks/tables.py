@@ -409,7 +409,7 @@ def between(section: str) -> str:
     )
 
 
-MEMORY_ROW = (r"(\n\| memory of 4 ranks [^|]*\| )[^\n]*( \|\n)", "load", memory_row)
+MEMORY_ROW = (r"(\n\| memory of 4 ranks[^|]*\| )[^\n]*( \|\n)", "load", memory_row)
 Section = tuple[str, str, Callable[[dict[str, Any]], str]]  # where, from which result, and how
 PAGES: dict[str, list[Section]] = {
     "README.md": [

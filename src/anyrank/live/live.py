@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 
 from anyrank.errors import LoadError
+from anyrank.live.agreement import Agreement, SyncCall
 from anyrank.live.device_channel import ChannelMover
 from anyrank.live.live_flows import in_rounds
 from anyrank.live.merge import Adapters, LiveMemory
-from anyrank.live.planning import Agreement, SyncCall
 from anyrank.live.report import SyncReport
 from anyrank.live.verify import check_before, check_equal
 from anyrank.loading.fill import Moved, Side, fill

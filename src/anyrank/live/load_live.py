@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from anyrank.files.listing import EXTRA_STATE
+from anyrank.live.agreement import SyncCall, agree_plan
 from anyrank.live.live import execute_sync
-from anyrank.live.planning import SyncCall, agree_plan
 from anyrank.loading.report import FillReport, LoadReport
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions

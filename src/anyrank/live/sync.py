@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anyrank.live.agreement import KeptPlan, Layouts, SyncCall, agree_plan
 from anyrank.live.live import execute_sync
-from anyrank.live.planning import KeptPlan, Layouts, SyncCall, agree_plan
 from anyrank.live.report import SyncReport
 from anyrank.loading.report import log_report
 from anyrank.models.memory_meter import Meter

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anyrank.loading.agreed_plan import AgreedPlan, plan_load
 from anyrank.loading.fill import FillResult, fill
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
-from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.read import OwnBytes, ProgressTo
 from anyrank.loading.report import LoadReport, log_report
 from anyrank.loading.verify import compare_ties, verify_loaded, verify_source

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from anyrank.loading.agreed_plan import AgreedPlan, plan_load
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
-from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.report import MIB
 from anyrank.models.dialects.layouts.given import GivenLayout
 from anyrank.models.dialects.transformers.dequantise import check_method, dequantised

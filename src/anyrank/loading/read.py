@@ -14,13 +14,13 @@ from anyrank.files.listing import TensorFill
 from anyrank.files.pages import use_large_pages
 from anyrank.files.progress import progress_for
 from anyrank.files.reader import Job, Reader
+from anyrank.loading.agreed_plan import AgreedPlan
 from anyrank.loading.fill import Moved, Side
-from anyrank.loading.plan_load import AgreedPlan
 from anyrank.models.dtensors import as_sharded
 from anyrank.models.memory_meter import Meter
 from anyrank.models.overlaps import SourceMemory, check_overlaps
 from anyrank.models.share import ModelShare
-from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.reads import plan_reads
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 

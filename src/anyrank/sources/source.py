@@ -117,6 +117,6 @@ def _list_folder(storage: Storage, path: str) -> Listing:
     name = format_of_folder(storage.names(path))
     if not is_run_of_tool(name):
         return LISTERS[name](storage, path)
-    from anyrank.sources.tools.read import list_weights
+    from anyrank.sources.foreign.read import list_weights
 
     return list_weights(name, storage, path)

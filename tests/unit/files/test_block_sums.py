@@ -27,7 +27,7 @@ from anyrank.files.storage import LocalStorage
 from anyrank.sources.step_listing import open_step
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.reads import plan_reads
 
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 5 * BLOCK_BYTES))
 

@@ -89,7 +89,7 @@ def test_what_a_folder_is_is_asked_without_the_room_of_other_tools(tmp_path: Pat
 import sys, anyrank
 for path in ({str(tmp_path / "shards")!r}, {str(tmp_path / "dcp")!r}):
     anyrank.inspect(path)
-print(*[name for name in sys.modules if name.startswith("anyrank.sources.tools")])
+print(*[name for name in sys.modules if name.startswith("anyrank.sources.foreign")])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr

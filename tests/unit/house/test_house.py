@@ -64,8 +64,8 @@ UPWARD = ("anyrank.loading.load", "live")
 DOORS = {
     ("loading.load", "live"): "a dict of sharded tensors is a live model; against the direction",
     ("loading.load", "loading.sharing"): "1,400 lines that a rank which reads its own bytes skips",
-    ("loading.plan_load", "loading.sharing"): "the same",
-    ("sources.source", "sources.tools"): "1,400 lines about other tools' runs",
+    ("loading.agreed_plan", "loading.sharing"): "the same",
+    ("sources.source", "sources.foreign"): "1,400 lines about other tools' runs",
     ("files.storage", "files.object_store"): "fsspec, for URLs alone",
     ("training.steps.loader", "training.streams"): "streams: 2,800 lines",
     ("training.steps.loader", "training.exact"): "exact=True: 1,700 lines",
@@ -236,8 +236,8 @@ def test_needless_publicity_is_found() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("anyrank.tensors.plan", "from anyrank.files.spans import read"),
-        ("anyrank.tensors.plan", "from anyrank import files"),
+        ("anyrank.tensors.reads", "from anyrank.files.spans import read"),
+        ("anyrank.tensors.reads", "from anyrank import files"),
         ("anyrank.files.spans", "import anyrank.world.ranks"),
         ("anyrank.files.spans", "def f():\n    from anyrank.loading import load"),
         ("anyrank.tools.inspect.diff", "from anyrank.memory import tile"),
@@ -247,7 +247,7 @@ def test_needless_publicity_is_found() -> None:
         ("anyrank.loading.plan", "def f():\n    from anyrank.live import sync"),
         ("anyrank.memory.tile", "from anyrank.loading.load import load"),
         ("anyrank.errors", "from anyrank import settings"),
-        ("anyrank.tensors.plan", "from .box import Box"),
+        ("anyrank.tensors.reads", "from .box import Box"),
         ("anyrank.integrations.jax", "from anyrank.errors import AnyrankError"),
         ("anyrank.runs.state.train_state", "from anyrank.integrations import lightning"),
         ("anyrank.newfolder.x", "from anyrank.errors import AnyrankError"),

@@ -14,8 +14,8 @@ from torch import nn
 
 import anyrank
 from anyrank.files.storage import storage_for
+from anyrank.sources.foreign.checkpoint import Collector
 from anyrank.sources.source import list_source
-from anyrank.sources.tools.checkpoint import Collector
 
 
 class Payload:

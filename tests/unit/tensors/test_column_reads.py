@@ -20,7 +20,7 @@ from anyrank.files.storage import storage_for
 from anyrank.sources.source import list_source
 from anyrank.tensors.box import Box, row_major
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import plan_reads
+from anyrank.tensors.reads import plan_reads
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 

@@ -19,7 +19,7 @@ from anyrank.files.listing import Listing
 from anyrank.loading.sharing.shared_reads import shared_reads
 from anyrank.loading.sharing.transfers import HeldBox, Strip, Transfer, transfers_of
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import GAP_BYTES, Read
+from anyrank.tensors.reads import GAP_BYTES, Read
 from anyrank.tensors.sharded_tensor import Coordinates, ShardedTensor, replicas
 from anyrank.tensors.spec import StoredTensor
 

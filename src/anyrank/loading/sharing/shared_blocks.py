@@ -9,8 +9,8 @@ import torch
 from anyrank import faults
 from anyrank.files.pages import use_large_pages
 from anyrank.files.reader import Job, Reader
+from anyrank.loading.agreed_plan import AgreedPlan
 from anyrank.loading.fill import Moved
-from anyrank.loading.plan_load import AgreedPlan
 from anyrank.loading.read import OwnBytes, ProgressTo
 from anyrank.loading.sharing.flows import FileFlows, Flow
 from anyrank.loading.sharing.messages import Block

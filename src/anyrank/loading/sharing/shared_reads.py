@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from anyrank.tensors.box import Box, BoxIndex, row_major
 from anyrank.tensors.layout import Piece
-from anyrank.tensors.plan import GAP_BYTES, Read, plan_reads
+from anyrank.tensors.reads import GAP_BYTES, Read, plan_reads
 from anyrank.tensors.spec import Chunk, StoredTensor
 
 

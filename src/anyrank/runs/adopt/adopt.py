@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.storage import storage_for
+from anyrank.loading.agreed_plan import AgreedPlan, plan_load
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.load import fill_from_files
-from anyrank.loading.plan_load import AgreedPlan, plan_load
 from anyrank.loading.verify import compare_ties
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
@@ -41,9 +41,9 @@ from anyrank.runs.state.resume_report import Outcome, SavedOn
 from anyrank.runs.state.run_parts import names_of
 from anyrank.runs.state.stateful import class_name, match_stateful
 from anyrank.runs.state.train_state import TrainState
+from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
+from anyrank.sources.foreign.read import read_foreign
 from anyrank.sources.tables.renaming import renamer
-from anyrank.sources.tools.checkpoint import ForeignCheckpoint
-from anyrank.sources.tools.read import read_foreign
 from anyrank.tensors.spec import StoredTensor
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count

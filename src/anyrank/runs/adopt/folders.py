@@ -15,7 +15,7 @@ from anyrank.sources.run_step import INDEX, list_steps
 MAX_FOLDERS = 200  # most folders to list; in an object store each costs a request
 MEGATRON = "latest_checkpointed_iteration.txt"
 # Weights in a subfolder. Files of a user's own data may also end in .bin and .pt.
-WEIGHTS = re.compile(
+WEIGHTS_NAME = re.compile(
     r".*\.(distcp|safetensors|index\.json|ckpt|pth)$|(pytorch_)?model.*\.(bin|pt)$", re.IGNORECASE
 )
 
@@ -68,7 +68,7 @@ def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
         )
     if _has_run_files(names):
         return None  # a step without its manifest, or a renamed one
-    weights = sorted(name for name in names if WEIGHTS.match(name))
+    weights = sorted(name for name in names if WEIGHTS_NAME.match(name))
     if weights and checkpoint_among(names) and not is_of_tool(names):
         is_torch = format_of(weights[0]) == "torch"
         return _tool_message(join_path(folder, weights[0]) if is_torch else folder, weights[0])

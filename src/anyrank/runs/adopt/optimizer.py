@@ -18,7 +18,7 @@ from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.runs.state.optimizer import UNKNOWN, Names
 from anyrank.runs.state.optimizer_own import has_own_methods
 from anyrank.runs.state.part_types import in_line
-from anyrank.sources.tools.checkpoint import ForeignGroup, ForeignOptimizer, Unread
+from anyrank.sources.foreign.checkpoint import ForeignGroup, ForeignOptimizer, Unread
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.errors import CheckpointError
 from anyrank.runs.state.resume_report import Outcome
-from anyrank.sources.tools.checkpoint import ForeignCheckpoint, is_plain_number
+from anyrank.sources.foreign.checkpoint import ForeignCheckpoint, is_plain_number
 from anyrank.wording import count
 
 # Entries besides its count that a schedule changes in its steps; they cannot be divided.

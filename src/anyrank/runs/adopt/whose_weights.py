@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from anyrank.models.match import AVERAGED
 from anyrank.runs.state.train_state import TrainState
+from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.part_names import is_average
-from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 
 
 def average_of(

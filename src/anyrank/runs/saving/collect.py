@@ -16,10 +16,10 @@ from anyrank.files.manifest import Manifest
 from anyrank.models.digests import check_has_memory
 from anyrank.models.spreads import spreads_of
 from anyrank.runs.saving.compare import StateSummary, check_same, summarize
-from anyrank.runs.saving.plan import index_of, plan_writes
 from anyrank.runs.saving.rank_file import Item, make_items, make_own_items
+from anyrank.runs.saving.writers import index_of, plan_writes
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
-from anyrank.runs.state.replicas import compare_replicas, find_alike
+from anyrank.runs.state.replicas import find_alike, find_differing_replicas
 from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.step_index import StepIndex
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -142,7 +142,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     records = _build_records(parts, summary)
     _note_alike(state, parts, records, ranks)
     spreads = spreads_of(shared_tensors(parts), coordinates)
-    differed = compare_replicas(parts, spreads, saves, state.step, ranks)
+    differed = find_differing_replicas(parts, spreads, saves, state.step, ranks)
     # All take the first rank's count, so that they compare the same ninth in the next save.
     state.parts.saves = saves + 1
     manifest = Manifest(

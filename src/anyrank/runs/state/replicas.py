@@ -37,7 +37,7 @@ log = logging.getLogger("anyrank.state")
 TURNS = 9  # saves that together compare all of every tensor
 
 
-def compare_replicas(
+def find_differing_replicas(
     parts: Mapping[str, PartState],
     spreads: Sequence[Spread],
     turn: int,

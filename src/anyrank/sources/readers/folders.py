@@ -1,7 +1,8 @@
 """Recognises the format of a folder by the names of its entries.
 
 A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
-`sources/source.py`; another tool's run one of FOLDERS here, and of RUNS in `sources/tools/read.py`.
+`sources/source.py`; another tool's run has one in FOLDERS here, and one in RUNS of
+`sources/foreign/read.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from anyrank.sources.run_step import ASIDE, METADATA
 
 # Writer of folders -> rows of patterns. A folder is of a kind if, for one of its rows, every
 # pattern fits some entry; kinds are tried in this order, and the empty row of WEIGHTS fits every
-# folder. `sources/readers` lists the weights of LISTED_BY_READERS; `sources/tools/read.py` has the
-# others, which are the runs of other tools.
+# folder. `sources/readers` lists the weights of LISTED_BY_READERS; `sources/foreign/read.py` reads
+# the others, which are the runs of other tools.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 LISTED_BY_READERS = (RUN, DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {

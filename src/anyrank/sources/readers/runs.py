@@ -14,7 +14,7 @@ from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, lis
 from anyrank.sources.step_listing import locator_of
 from anyrank.wording import join_first
 
-WEIGHTS = "model."  # prefix of the names of a step's weights
+WEIGHTS_PREFIX = "model."  # prefix of the names of a step's weights
 
 
 def steps_in(folder: str) -> list[SavedStep]:
@@ -65,8 +65,12 @@ def list_folder(storage: Storage, folder: str) -> Listing:
         listing = replace(locator, saved=manifest.identity).list_shapes()
     except AnyrankError as error:
         raise LoadError(str(error)) from error
-    beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS)}
+    beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS_PREFIX)}
     skipped = tuple(f"{k}: of another part" for k in beside)
-    weights = {k[len(WEIGHTS) :]: t for k, t in listing.tensors.items() if k.startswith(WEIGHTS)}
-    table = WEIGHTS.removesuffix(".")
+    weights = {
+        k[len(WEIGHTS_PREFIX) :]: t
+        for k, t in listing.tensors.items()
+        if k.startswith(WEIGHTS_PREFIX)
+    }
+    table = WEIGHTS_PREFIX.removesuffix(".")
     return replace(listing, tensors=weights, skipped=skipped, table=table, beside=beside)

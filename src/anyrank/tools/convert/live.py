@@ -35,8 +35,8 @@ from anyrank.models.own_code import (
 )
 from anyrank.models.spreads import spreads_of
 from anyrank.models.tensors import ModelTensor, in_state_dict
-from anyrank.runs.saving.plan import index_of, plan_writes
 from anyrank.runs.saving.rank_file import make_items, write_share
+from anyrank.runs.saving.writers import index_of, plan_writes
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
 from anyrank.sources.step_listing import list_step

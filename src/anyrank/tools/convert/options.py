@@ -14,7 +14,7 @@ from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
 from anyrank.wording import FLOATS
 
-FORMATS = ("safetensors", "dcp", "torch")
+OUTPUT_FORMATS = ("safetensors", "dcp", "torch")
 SHARD_BYTES = 5_000_000_000
 
 
@@ -35,7 +35,7 @@ class ConvertOptions:
     layout: GivenLayout
 
     def __post_init__(self) -> None:
-        check_choice("to", self.to, FORMATS)
+        check_choice("to", self.to, OUTPUT_FORMATS)
         if self.shard_bytes is not None:
             if self.to != "safetensors":
                 raise ValueError(f"shard_bytes= is for to='safetensors', not {self.to!r}")
@@ -76,7 +76,7 @@ class ConvertOptions:
         """
         named = format_of(dst) or self.to
         if named != self.to:
-            hint = f"to={named!r}, or another name" if named in FORMATS else "another name"
+            hint = f"to={named!r}, or another name" if named in OUTPUT_FORMATS else "another name"
             raise ValueError(
                 f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give {hint}"
             )

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
+from anyrank.sources.foreign.read import read_foreign
 from anyrank.sources.readers.folders import format_of_folder, is_run_of_tool
 from anyrank.sources.source import Source
-from anyrank.sources.tools.read import read_foreign
 from anyrank.tensors.spec import StoredTensor
 
 

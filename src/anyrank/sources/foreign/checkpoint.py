@@ -13,11 +13,11 @@ import torch
 from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import NOT_A_TENSOR, Checksum, FileInfo, Listing
 from anyrank.files.storage import Storage, join_path, read_range, read_whole
+from anyrank.sources.foreign import shards
 from anyrank.sources.part_names import is_average
 from anyrank.sources.readers import pickles, torch_file
 from anyrank.sources.readers.memory import extra_of
 from anyrank.sources.readers.pickled_tables import ARRAY, is_extra
-from anyrank.sources.tools import shards
 from anyrank.sources.weight_files import saying_what_it_is
 from anyrank.tensors.spec import StoredTensor
 

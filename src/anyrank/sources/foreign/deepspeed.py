@@ -16,7 +16,7 @@ from typing import Any
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
-from anyrank.sources.tools.checkpoint import (
+from anyrank.sources.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignGroup,

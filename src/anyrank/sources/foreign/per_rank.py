@@ -12,8 +12,8 @@ from typing import Any
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage
-from anyrank.sources.tools.checkpoint import MOMENTS_STAY, Collector, ForeignCheckpoint, count_of
-from anyrank.sources.tools.shards import whole_tensors
+from anyrank.sources.foreign.checkpoint import MOMENTS_STAY, Collector, ForeignCheckpoint, count_of
+from anyrank.sources.foreign.shards import whole_tensors
 
 MODEL = re.compile(r"^model_(\d+)\.pt$")
 

@@ -11,9 +11,9 @@ from anyrank.files.fingerprints import with_fingerprints
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
 from anyrank.sources.endings import FILES, format_of
+from anyrank.sources.foreign import accelerate, deepspeed, per_rank, scripts
+from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.readers.folders import format_of_folder
-from anyrank.sources.tools import accelerate, deepspeed, per_rank, tables
-from anyrank.sources.tools.checkpoint import ForeignCheckpoint
 
 # Readers for the run in a tool's folder, by its name in FOLDERS of `readers/folders.py`.
 RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
@@ -21,16 +21,16 @@ RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "accelerate": accelerate.read,
     "deepspeed": deepspeed.read,
     "torch_checkpointing": per_rank.read_torch_checkpointing,
-    "dcp": tables.read_dcp,
+    "dcp": scripts.read_dcp,
 }
 # Tools whose folders are known but not read -> how to convert them.
-BY_THEIR_OWN = {
+NOT_READ = {
     "verl": "saved by verl's FSDP workers, a file for each rank: merge them into a Hugging Face "
     "folder with verl's own tool (python -m verl.model_merger merge --backend fsdp)",
     "megatron": "a torch_dist checkpoint of Megatron's: convert it into a Hugging Face folder with "
     "Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py)",
 }
-LISTED_ALONE = ("trainer", "accelerate", "deepspeed")  # listing only weights is cheaper than all
+WITH_A_LISTING = ("trainer", "accelerate", "deepspeed")  # whose weights are listed without the rest
 
 
 def list_weights(name: str, storage: Storage, folder: str) -> Listing:
@@ -39,9 +39,9 @@ def list_weights(name: str, storage: Storage, folder: str) -> Listing:
     Raises:
         LoadError, UnsafeFile: as for its reader.
     """
-    if name in BY_THEIR_OWN:
-        raise LoadError(f"{folder}: is {BY_THEIR_OWN[name]}, and give that")
-    if name in LISTED_ALONE:
+    if name in NOT_READ:
+        raise LoadError(f"{folder}: is {NOT_READ[name]}, and give that")
+    if name in WITH_A_LISTING:
         return accelerate.list_folder(storage, folder)
     return RUNS[name](storage, folder).model("model")
 
@@ -73,8 +73,8 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
         name = format_of_folder(names)
         if name in RUNS:
             return RUNS[name]
-        if name in BY_THEIR_OWN:
-            raise CheckpointError(f"{path}: is {BY_THEIR_OWN[name]}, and give that")
+        if name in NOT_READ:
+            raise CheckpointError(f"{path}: is {NOT_READ[name]}, and give that")
         shown = ", ".join(names[:20]) or "nothing"
         raise CheckpointError(
             f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "
@@ -82,7 +82,7 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
         )
     if storage.is_file(path):
         if format_of(path) == "torch":
-            return tables.read_file
+            return scripts.read_file
         endings = ", ".join(ending for ending, kind in FILES.items() if kind == "torch")
         raise CheckpointError(
             f"{path}: a run is read from {endings} and folders; for weights alone call anyrank.load"

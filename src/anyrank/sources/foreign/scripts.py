@@ -13,10 +13,8 @@ from typing import Any, cast
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
-from anyrank.sources.part_names import NESTED
-from anyrank.sources.readers import dcp
-from anyrank.sources.tools import dcp_state
-from anyrank.sources.tools.checkpoint import (
+from anyrank.sources.foreign import dcp_state
+from anyrank.sources.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignOptimizer,
@@ -26,6 +24,8 @@ from anyrank.sources.tools.checkpoint import (
     optimizer_of,
     weights_of,
 )
+from anyrank.sources.part_names import NESTED
+from anyrank.sources.readers import dcp
 from anyrank.tensors.spec import StoredTensor
 
 TRAINED = "current_model_state"  # Lightning's WeightAveraging keeps the average in state_dict

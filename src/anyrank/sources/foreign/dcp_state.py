@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from anyrank.errors import LoadError
-from anyrank.sources.readers import dcp
-from anyrank.sources.tools.checkpoint import (
+from anyrank.sources.foreign.checkpoint import (
     Collector,
     ForeignGroup,
     ForeignOptimizer,
@@ -21,6 +20,7 @@ from anyrank.sources.tools.checkpoint import (
     bound,
     optimizer_of,
 )
+from anyrank.sources.readers import dcp
 
 STATE, GROUPS = "state.", "param_groups."
 

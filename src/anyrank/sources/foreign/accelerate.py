@@ -15,10 +15,8 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, join_path
 from anyrank.sources import weight_files
 from anyrank.sources.endings import ENDINGS
-from anyrank.sources.readers import dcp, huggingface
-from anyrank.sources.readers.folders import looks_like
-from anyrank.sources.tools import dcp_state, deepspeed
-from anyrank.sources.tools.checkpoint import (
+from anyrank.sources.foreign import dcp_state, deepspeed
+from anyrank.sources.foreign.checkpoint import (
     Collector,
     ForeignCheckpoint,
     ForeignOptimizer,
@@ -28,6 +26,8 @@ from anyrank.sources.tools.checkpoint import (
     optimizer_of,
     weights_of,
 )
+from anyrank.sources.readers import dcp, huggingface
+from anyrank.sources.readers.folders import looks_like
 
 RANDOM = re.compile(r"^(?:random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth)$")
 CUSTOM = re.compile(r"^(custom_checkpoint_(\d+))\.pkl$")
