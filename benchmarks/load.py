@@ -113,10 +113,10 @@ def measure_group(
     what = name_of(group)
     timed = Case(what, able, lambda name, number: once(name, number, False)).run(options.repeats)
     watching = Case(f"{what}, memory", able, lambda name, number: once(name, number, True))
-    return summarise(what, timed, watching.run(options.memory_repeats))
+    return summarize(what, timed, watching.run(options.memory_repeats))
 
 
-def summarise(group: str, timed: Runs, watched: Runs) -> list[Run]:
+def summarize(group: str, timed: Runs, watched: Runs) -> list[Run]:
     """One row for each contender. Ratios are of runs in the same repetition."""
     rows: list[Run] = []
     for name, ours in timed.items():

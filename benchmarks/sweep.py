@@ -184,7 +184,7 @@ def small_fields(config: Any, sizes: list[tuple[str, int]]) -> dict[str, Any]:
 
 
 def filled(model: Any) -> Any:
-    """The model with other values than the rules of initialisation give, and none of them alike."""
+    """The model with other values than the rules of initialization give, and none of them alike."""
     generator = torch.Generator().manual_seed(1)
     own = model.state_dict()
     with torch.no_grad():

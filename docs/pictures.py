@@ -28,7 +28,7 @@ SAVED_ON, RESUMED_ON = 4, 3
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one kind of page, and one colour for each rank that resumes."""
+    """Colors of one kind of page, and one color for each rank that resumes."""
 
     name: str
     text: str
@@ -118,7 +118,7 @@ def share(theme: Theme) -> str:
         text(right, 50, f"memory of {RESUMED_ON} ranks", theme.muted),
     ]
     for rank, wanted in enumerate(reads()):
-        colour = theme.ranks[rank]
+        color = theme.ranks[rank]
         for read in wanted:
             first, end = rows_of(read.box)
             writer = read.chunk.file
@@ -128,7 +128,7 @@ def share(theme: Theme) -> str:
             parts.append(
                 f'<path d="M{x:g} {a:g}C{middle:g} {a:g} {middle:g} {c:g} {y:g} {c:g}'
                 f'L{y:g} {d:g}C{middle:g} {d:g} {middle:g} {b:g} {x:g} {b:g}Z" '
-                f'fill="{colour}" fill-opacity="0.35"/>'
+                f'fill="{color}" fill-opacity="0.35"/>'
             )
             label = f"{end - first} rows, {read.nbytes / 2**20:g} MiB"
             height = (a + b + c + d) / 4 + 5
@@ -157,7 +157,7 @@ LOAD = (
     ("agree", "all ranks compare, and raise the same error or go on", "world"),
     ("spans", "reads at offsets, joined where they are near, in file order", "files"),
     ("boxes", "straight into the tensor, or cast through a bounded buffer", "files"),
-    ("report", "what was read, cast, tied, initialised; equal on all ranks", "loading"),
+    ("report", "what was read, cast, tied, initialized; equal on all ranks", "loading"),
 )
 SAVE = (
     ("layouts", "each rank says which boxes it holds of each tensor", "runs/state"),

@@ -27,7 +27,7 @@ SIZE, WIDTH, STEPS = 8, 16, 28
 
 
 class Images(torch.utils.data.Dataset[Tensor]):
-    """Coloured discs, each drawn from its number, and mirrored at random."""
+    """Colored discs, each drawn from its number, and mirrored at random."""
 
     def __len__(self) -> int:
         return 168

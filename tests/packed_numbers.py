@@ -9,7 +9,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Fetch, FileInfo, Listing
 from anyrank.models.dialects.dialect import Case, Dialect
-from anyrank.models.dialects.transformers.quantised import ITEM, ComputedFile
+from anyrank.models.dialects.transformers.quantized import ITEM, ComputedFile
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -58,7 +58,7 @@ class PackedNumbers(Dialect):
     @staticmethod
     def applies(case: Case) -> bool:
         """Whether config.json names the method."""
-        return case.source.quantisation.get("quant_method") == "compressed-tensors"
+        return case.source.quantization.get("quant_method") == "compressed-tensors"
 
     def values(self, listing: Listing) -> Listing:
         tensors, files = dict(listing.tensors), list(listing.files)
@@ -72,5 +72,5 @@ class PackedNumbers(Dialect):
             shape = (packed.shape[0], weight.unit)
             tensors[name] = StoredTensor.contiguous(name, shape, torch.float32, len(files), 0)
             files.append(info)
-        # Else the dialect that knows quantised files would refuse a method that it does not know.
-        return replace(listing, tensors=tensors, files=tuple(files), quantisation={})
+        # Else the dialect that knows quantized files would refuse a method that it does not know.
+        return replace(listing, tensors=tensors, files=tuple(files), quantization={})

@@ -24,7 +24,7 @@ import torch
 import anyrank
 from anyrank.testing import run_ranks
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "test"}  # by which scripts and frameworks recognise it
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "test"}  # by which scripts and frameworks recognize it
 
 
 def run_script(num_ranks: int, path: str, *arguments: str, **options: Any) -> list[str]:

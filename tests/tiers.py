@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "transformers": Room("quantised transformers", "unit/models/test_quantised"),
+    "transformers": Room("quantized transformers", "unit/models/test_quantized"),
     "layouts": Room("layouts", "ranks/models/test_given_layouts"),
     "averaging": Room("buckets", "ranks/training/test_elastic_ranks"),
     "background": Room("background staging", "ranks/runs/test_background_save"),

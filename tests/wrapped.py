@@ -1,4 +1,4 @@
-"""Tensor subclasses without memory of their own, as libraries that train or quantise have them."""
+"""Tensor subclasses without memory of their own, as libraries that train or quantize have them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Recipe(torch.Tensor):
 
 
 class Scaled(torch.Tensor):
-    """Small numbers and their scale, as of weights that are quantised."""
+    """Small numbers and their scale, as of weights that are quantized."""
 
     @staticmethod
     def __new__(cls: Any, numbers: torch.Tensor, scale: torch.Tensor) -> Scaled:

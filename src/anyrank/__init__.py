@@ -141,7 +141,7 @@ HOMES = {
     "watch": "anyrank.watching.hang",
 }
 
-# Hidden from type checkers, which read the imports above: a misspelt name stays an error for them.
+# Hidden from type checkers, which read the imports above: for them a misspelled name is an error.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

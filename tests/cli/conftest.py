@@ -16,7 +16,7 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 @pytest.fixture
 def anyrank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
-    """`anyrank("inspect x")`: a command line in an empty folder, 80 columns wide, no colours."""
+    """`anyrank("inspect x")`: a command line in an empty folder, 80 columns wide, no colors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "80")

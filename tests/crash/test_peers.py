@@ -365,7 +365,7 @@ def test_a_lost_machine_costs_nothing(
     assert all(one[1:] == answers[0][1:] for one in answers)
 
 
-def test_two_lost_neighbours_of_three_machines_cost_what_the_files_do_not_have(
+def test_two_lost_neighbors_of_three_machines_cost_what_the_files_do_not_have(
     tmp_path: Path, whole: Whole
 ) -> None:
     memory, path = str(tmp_path / "memory"), str(tmp_path / "run")

@@ -20,7 +20,7 @@ import anyrank
 from anyrank.testing import run_ranks
 
 IMAGE, PATCHES, TOKENS = 95, 4, 14
-STEPS = 6  # each rank twice without an image, at other steps than its neighbours
+STEPS = 6  # each rank twice without an image, at other steps than its neighbors
 
 
 def make(ours: bool) -> Any:

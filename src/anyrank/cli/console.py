@@ -8,7 +8,7 @@ import click
 from rich.console import Console, RenderableType
 
 # Wider than any line: a narrow terminal wraps lines instead of truncating them, and the output
-# does not depend on the terminal. rich itself honours NO_COLOR and FORCE_COLOR.
+# does not depend on the terminal. rich itself honors NO_COLOR and FORCE_COLOR.
 LINE_COLUMNS = 10_000
 
 

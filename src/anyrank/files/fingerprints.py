@@ -1,4 +1,4 @@
-"""Fingerprints of files, by which ranks recognise copies of them in other places."""
+"""Fingerprints of files, by which ranks recognize copies of them in other places."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fingerprint(info: FileInfo) -> str:
 
 
 def with_fingerprints(listing: Listing) -> Listing:
-    """The listing with fingerprints, so that ranks recognise copies of its local files elsewhere.
+    """The listing with fingerprints, so that ranks recognize copies of its local files elsewhere.
 
     It takes two reads per file and one per tensor, so it is for ranks that see files in other
     places.

@@ -63,7 +63,7 @@ class FileInfo:
         in_memory: the bytes are a tensor's, not a file's.
         location: host and inode of a local file. The same file on two hosts counts as two copies.
         fingerprint: digest of a local file's ends, and of a block of each of its tensors, by which
-            copies in other places are recognised.
+            copies in other places are recognized.
         blocks: where these blocks begin.
         tensor: the tensor, for one in memory, on the rank that has it.
         computed: for a tensor computed from others of its listing, how.
@@ -147,13 +147,13 @@ class Listing:
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         sums: index of a file -> path of the checksums of its blocks, where it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
-            quantised, nested, arrays) -> what it is; listed in `skipped` too.
+            quantized, nested, arrays) -> what it is; listed in `skipped` too.
         tables: prefixes of whole keys that name a table of the checkpoint which may hold weights,
             not a module, if the format tells them apart.
         table: the table that the tensors belong to, whose name their keys leave out.
         beside: tensors of other tables, by their whole keys; `tensors` does not list them.
         unread_beside: like `unreadable`, for other tables, by whole keys.
-        quantisation: `quantization_config` of the config.json beside the weights.
+        quantization: `quantization_config` of the config.json beside the weights.
         adapters: index of a file -> the adapter_config.json beside it, if there is one.
         locators: index of the first file of a step of a run -> what finds its bytes, if its
             tensors are listed by their shapes alone (`sources/locate.py`).
@@ -172,7 +172,7 @@ class Listing:
     table: str = ""
     beside: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     unread_beside: dict[str, str] = field(default_factory=dict[str, str])
-    quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
+    quantization: dict[str, Any] = field(default_factory=dict[str, Any])
     adapters: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     locators: dict[int, Locator] = field(default_factory=dict[int, Locator])
 
@@ -190,7 +190,7 @@ class Listing:
         return numel * computed.nbytes // computed.numel
 
     def kind_of(self, stored: StoredTensor) -> str:
-        """The form in which the values of a tensor are stored: a dtype, or a way of quantising."""
+        """The form in which the values of a tensor are stored: a dtype, or a way of quantizing."""
         computed = self.files[stored.chunks[0].file].computed if stored.chunks else None
         return dtype_name(stored.dtype) if computed is None else computed.method
 

@@ -80,7 +80,7 @@ class Manifest:
 
     @property
     def identity(self) -> tuple[str, int, str]:
-        """The run, the step and the time of the commit, by which copies of a step are recognised.
+        """The run, the step and the time of the commit, by which copies of a step are recognized.
 
         A run that went back to an earlier step may save a step of the same number again.
         """

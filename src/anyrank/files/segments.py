@@ -89,7 +89,7 @@ def segments_of(
                     segments.append(Segment(low, high, None, dtype, (1,), part))
             else:
                 for small in cut_dense(block, slot) if block.dense else (block,):
-                    # A short range is read along with its holes, in one call with its neighbours.
+                    # A short range is read along with its holes, in one call with its neighbors.
                     is_long = small.stop - small.start > min(GAP_BYTES, slot)
                     inner = Job(small.read, _part_of(job, small))
                     mapped = inner if maps and is_long and not block.dense else None

@@ -185,7 +185,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
 
 
 def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
-    """Summarise both ends for the other ranks."""
+    """Summarize both ends for the other ranks."""
     return EndsSummary(
         src=HeldEnd(src.digest, src.described.coordinates),
         dst=HeldEnd(dst.digest, dst.described.coordinates),

@@ -71,7 +71,7 @@ def sync(
         atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
             a second share.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process alone. Default:
-            all, or this process alone if no group is initialised.
+            all, or this process alone if no group is initialized.
 
     Returns:
         The report, equal on all ranks.

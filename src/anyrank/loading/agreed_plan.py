@@ -119,7 +119,7 @@ def plan_load(
     headers = info.headers if first == ranks.ranks[0] else None
     are_copies = len(info.locations) > 1
 
-    def recognised(headers: Headers) -> Headers:
+    def recognized(headers: Headers) -> Headers:
         return with_file_fingerprints(headers) if are_copies else headers
 
     def plan_by(headers: Headers) -> tuple[AgreedPlan, bool]:
@@ -128,12 +128,12 @@ def plan_load(
         return _plan(model, source, ranks, options, info, listing, headers.parts)
 
     if headers is None or are_copies:
-        headers = ranks.run_on_one("reading the headers", lambda: recognised(read_headers()), first)
+        headers = ranks.run_on_one("reading the headers", lambda: recognized(read_headers()), first)
     plan, needs_all_chunks = plan_by(headers)
     if needs_all_chunks:
 
         def read_all() -> Headers:
-            return recognised(with_all_chunks(read_headers()))
+            return recognized(with_all_chunks(read_headers()))
 
         plan, _ = plan_by(ranks.run_on_one("reading the ranks' indexes", read_all, first))
     elif plan.match.listing.locators:
@@ -296,4 +296,4 @@ def _compare_frozen(hashes: Mapping[str, str], inventory: Inventory, ranks: Rank
 def _digest(match: ModelMatch) -> str:
     """A digest of what fills the tensors, by their positions."""
     dtypes = sorted((index, str(stored.dtype)) for index, stored in match.stored.items())
-    return digest_of([dtypes, sorted(match.compared), sorted(match.initialise)])
+    return digest_of([dtypes, sorted(match.compared), sorted(match.initialize)])

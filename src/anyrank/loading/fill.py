@@ -58,7 +58,7 @@ class Side:
     """
 
     preparing = "allocating memory"
-    moving = "initialising"
+    moving = "initializing"
     is_one_model = True
 
     def prepare(self, share: ModelShare) -> None:
@@ -94,7 +94,7 @@ class FillResult:
     """The result of a fill, beyond its plan. Equal on all ranks.
 
     Attributes:
-        rules: initialised tensor -> its rule.
+        rules: initialized tensor -> its rule.
         rebuilt: non-persistent buffers -> the rule that filled them.
         renewed: tensors whose objects could not be kept.
         own_code: the outcome for the modules' own code.
@@ -117,7 +117,7 @@ class FillResult:
     def fields(self) -> dict[str, Any]:
         """The fields of a report that every fill knows."""
         return {
-            "initialised": self.rules,
+            "initialized": self.rules,
             "rebuilt": self.rebuilt,
             "renewed": self.renewed,
             "bytes_sent": [moved.sent for moved in self.moved],
@@ -192,7 +192,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
             # Bytes bypass autograd: a graph that has saved these tensors must not be run backwards.
             filled = (target.tensor for target in share.filled() if not target.is_meta)
             increment_version([tensor for tensor in filled if not tensor.is_inference()])
-            share.initialise()
+            share.initialize()
 
         with _with_consequence(side.damage_note()):
             ranks.run(side.moving, move)
@@ -201,7 +201,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
         replacements: list[Replacement] = []
         if rebuild:
             rebuilt, replacements = rebuilt_values(
-                share.match.tensors, ranks, share.initialiser, share.device
+                share.match.tensors, ranks, share.initializer, share.device
             )
         side.finish()
 

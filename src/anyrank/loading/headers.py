@@ -139,7 +139,7 @@ def agreed_reader(info: SourceInfo, ranks: Ranks) -> int:
 
 
 def with_file_fingerprints(headers: Headers) -> Headers:
-    """Add fingerprints, by which ranks recognise copies of the files."""
+    """Add fingerprints, by which ranks recognize copies of the files."""
     listing = None if headers.listing is None else with_fingerprints(headers.listing)
     return Headers(listing, {key: with_fingerprints(p) for key, p in headers.parts.items()})
 

@@ -84,7 +84,7 @@ def load(
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES, for a
             model on CUDA ANYRANK_CUDA_BUFFER_BYTES.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
-            Default: all, or this process alone if no group is initialised.
+            Default: all, or this process alone if no group is initialized.
         progress: True, False, or called with (bytes done, bytes in all) on the first rank.
             Default: a bar on the first rank if there is a terminal.
         verify: compare the files with the checksums that came with them before anything is loaded,

@@ -13,7 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.loading.fill import Side, fill
 from anyrank.loading.report import LoadReport
 from anyrank.models.dialects.dialect import ModelMatch, match_of_rules
-from anyrank.models.first_values.parametrised import parametrised
+from anyrank.models.first_values.parametrized import parametrized
 from anyrank.models.memory_meter import Meter
 from anyrank.models.overlaps import shared_on_meta
 from anyrank.models.share import ModelShare
@@ -43,7 +43,7 @@ def materialize(
             model = torch.nn.Linear(8, 8)
         torch.manual_seed(0)
         report = anyrank.materialize(model, device="cpu")
-        assert report.initialised["weight"] == "Linear.reset_parameters"
+        assert report.initialized["weight"] == "Linear.reset_parameters"
 
     Args:
         model: plain or sharded (FSDP2, tensor parallel), before or after.
@@ -52,10 +52,10 @@ def materialize(
         init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
             `init_weights`); a callable is called with each module that owns a tensor to fill.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
-            Default: all, or this process alone if no group is initialised.
+            Default: all, or this process alone if no group is initialized.
 
     Returns:
-        A report whose `initialised` and `rebuilt` name each tensor and its rule; equal on all
+        A report whose `initialized` and `rebuilt` name each tensor and its rule; equal on all
         ranks.
 
     Raises:
@@ -114,7 +114,7 @@ def _match(tensors: list[ModelTensor]) -> ModelMatch:
     on_meta = [i for i, t in enumerate(tensors) if t.is_meta and t.kind != "derived"]
     for index in on_meta:
         _check_no_source(tensors[index])
-    problems = shared_on_meta(tensors) + parametrised(tensors[index] for index in on_meta)
+    problems = shared_on_meta(tensors) + parametrized(tensors[index] for index in on_meta)
     if problems:
         raise LoadError("\n".join(problems))
     return match_of_rules(tensors, on_meta)

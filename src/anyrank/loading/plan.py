@@ -20,7 +20,7 @@ from anyrank.loading.agreed_plan import AgreedPlan, plan_load
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.report import MIB
 from anyrank.models.dialects.layouts.given import GivenLayout
-from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
+from anyrank.models.dialects.transformers.dequantize import check_method, dequantized
 from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
@@ -181,7 +181,7 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
     listing = list_headers(source)
     if dtype is not None:
         check_method(listing)
-        listing = dequantised(listing, {})
+        listing = dequantized(listing, {})
     share = read = 0
     for tensor in listing.tensors.values():
         rows, *others = tensor.shape or (1,)

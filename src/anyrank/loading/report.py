@@ -31,7 +31,7 @@ class FillReport:
 
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
-    initialised: dict[str, str] = field(default_factory=dict[str, str])
+    initialized: dict[str, str] = field(default_factory=dict[str, str])
     rebuilt: dict[str, str] = field(default_factory=dict[str, str])
     kept: list[str] = field(default_factory=list[str])
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -54,7 +54,7 @@ class FillReport:
         groups = {
             "missing": self.missing,
             "unexpected": self.unexpected,
-            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
+            "initialized": [f"{name} by {rule}" for name, rule in self.initialized.items()],
             "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
             "kept": self.kept,
             "tied": [f"{name} = {', '.join(also)}" for name, also in self.tied.items()],
@@ -81,7 +81,7 @@ class LoadReport(FillReport):
     Attributes:
         missing: tensors of the model that the source does not hold.
         unexpected: keys of the source that fill no tensor of the model.
-        initialised: tensors that got their values from a rule of the model, with the rule.
+        initialized: tensors that got their values from a rule of the model, with the rule.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         kept: missing tensors that kept the values they had.
         tied: tensor -> its other names.
@@ -154,7 +154,7 @@ def log_report(report: FillReport, log: logging.Logger, source: str, model: str)
     """
     log.info("%s", report)
     differences = {
-        f"given initial values, as {source} does not hold them": list(report.initialised),
+        f"given initial values, as {source} does not hold them": list(report.initialized),
         f"kept as they were, as {source} does not hold them": report.kept,
         f"of {source} ignored, as {model} has none of these names": report.unexpected,
         "are new objects, as something else referred to the meta tensor": report.renewed,

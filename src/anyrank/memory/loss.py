@@ -221,7 +221,7 @@ def _is_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> bool:
     if getattr(nn.modules.module, "_has_any_global_hook", lambda: False)():
         return False
     # A FakeTensor has no values, and shows what memory the loss takes.
-    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # sharded, quantised
+    if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # sharded, quantized
         return False
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
         return False

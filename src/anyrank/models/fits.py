@@ -54,7 +54,7 @@ def find_misfit(target: ModelTensor, stored: StoredTensor, cast: str) -> str | N
     if have != want and PACKED in (have, want):
         return (
             f"{target.name}: {have} of the source ({stored.name}) does not become {want} of the "
-            "model: it is two numbers in a byte: dequantise it with the library that made it"
+            "model: it is two numbers in a byte: dequantize it with the library that made it"
         )
     # A float of another width is the same number, rounded, and the report names each cast.
     if have == want or cast == "any" or (have.is_floating_point and want.is_floating_point):

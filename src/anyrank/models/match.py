@@ -16,7 +16,7 @@ from anyrank.files.manifest import FORMAT
 from anyrank.models.dialects.dialect import LIVE, Case, Dialect, ModelMatch, Renamer, dialects_of
 from anyrank.models.dialects.registry import DIALECTS
 from anyrank.models.first_values.buffers import without_rule
-from anyrank.models.first_values.parametrised import parametrised
+from anyrank.models.first_values.parametrized import parametrized
 from anyrank.models.fits import find_misfit, unwritable
 from anyrank.models.frozen_parts import FrozenSource
 from anyrank.models.misfit_errors import describe, join_problems
@@ -211,7 +211,7 @@ def _problems(
     problems = [line for dialect in dialects for line in dialect.problems(match)]
     problems += _unread(match.listing, case.tensors, absent, case.rename)
     problems += _misfits(match, absent, case.options)
-    problems += parametrised(case.tensors[i] for i in match.initialise)
+    problems += parametrized(case.tensors[i] for i in match.initialize)
     problems += shared_on_meta(case.tensors)
     # The rules of modules run only for a match that is right otherwise.
     return problems or without_rule(case.model, match)
@@ -230,10 +230,10 @@ def _with_missing(
     }
     absent = [i for i in missing if i not in needs_no_key]
     init = options.missing == "init"
-    initialise = [i for i in missing if tensors[i].is_meta or (init and i not in needs_no_key)]
-    keep = sorted(set(missing).difference(initialise))
+    initialize = [i for i in missing if tensors[i].is_meta or (init and i not in needs_no_key)]
+    keep = sorted(set(missing).difference(initialize))
     names = [tensors[i].name for i in absent]
-    return replace(match, initialise=initialise, keep=keep, missing=names), absent
+    return replace(match, initialize=initialize, keep=keep, missing=names), absent
 
 
 def _is_of_adapter_alone(match: ModelMatch) -> bool:

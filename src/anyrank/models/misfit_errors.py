@@ -11,7 +11,7 @@ from anyrank.models.options import WAYS_OUT, LoadOptions
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.names import is_of_adapter
 from anyrank.tensors.near_names import Near, Shapes, wrong_prefix
-from anyrank.tensors.parametrisations import as_pairs, renamed_parts, wholes
+from anyrank.tensors.parametrizations import as_pairs, renamed_parts, wholes
 from anyrank.wording import join_first, listed
 
 SHOWN = 10

@@ -153,7 +153,7 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
     """Keys that its modules' own code adds to `state_dict()`, and that are not its tensors.
 
     Extra state does not count, nor values that belong to a tensor and are named below it, such as
-    the scales of a quantised weight.
+    the scales of a quantized weight.
     """
     modules = find_modules(module)
     if not save_by_own_code(modules):

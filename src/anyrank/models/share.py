@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.frozen.freeze import remember
-from anyrank.models.first_values.initialise import Initialiser
+from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.memory_meter import Meter
 from anyrank.models.replace import Replacement, replace
@@ -22,7 +22,7 @@ from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.world.device import rank_device
 
 if TYPE_CHECKING:
-    from anyrank.models.first_values.initialise import Init, Initialiser
+    from anyrank.models.first_values.initialize import Init, Initializer
 
 
 class ModelShare:
@@ -31,13 +31,13 @@ class ModelShare:
     Args:
         model, match, meter: those of the call.
         seed: the first rank's torch seed.
-        init: as for `Initialiser`.
+        init: as for `Initializer`.
         device: where plain tensors on meta go. Default: to the device of the model's real
             parameters, else to the rank's own device.
 
     Attributes:
         allocated: memory of tensors on meta, and of tensors that keep their values until the end.
-        rules: initialised tensor -> its rule.
+        rules: initialized tensor -> its rule.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class ModelShare:
 
         The latter keep their values until `commit`.
         """
-        for index in (*self.match.stored, *self.match.initialise):
+        for index in (*self.match.stored, *self.match.initialize):
             target = self.match.tensors[index]
             if index in copied or target.is_meta:
                 self.allocated[index] = self.memory_for(index)
             self.has_moved |= index in self.match.stored and target.is_meta and not target.layout
 
     def memory_for(self, index: int) -> torch.Tensor:
-        """Allocate uninitialised memory for a tensor's share, on the tensor's future device."""
+        """Allocate uninitialized memory for a tensor's share, on the tensor's future device."""
         target = self.match.tensors[index]
         return allocate(target, device_for(target, self.device))
 
@@ -89,20 +89,20 @@ class ModelShare:
         tensors = self.match.tensors
         return {i: self.local(i) for i in self.match.stored if not tensors[i].is_meta}
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Fill the tensors that need a rule.
 
         Raises:
             LoadError: some tensors have no rule; names each of them.
         """
-        if self.match.initialise:
-            wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialise]
-            self.rules |= self.initialiser.fill_all(wanted, self.meter.sample)
+        if self.match.initialize:
+            wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialize]
+            self.rules |= self.initializer.fill_all(wanted, self.meter.sample)
 
     @cached_property
-    def initialiser(self) -> Initialiser:
+    def initializer(self) -> Initializer:
         """The source of first values; most loads need none."""
-        return Initialiser(self.model, self.seed, self.init)
+        return Initializer(self.model, self.seed, self.init)
 
     def filled(self) -> list[ModelTensor]:
         """The tensors that the source fills."""
@@ -214,7 +214,7 @@ def room_for(target: ModelTensor, device: torch.device) -> torch.Tensor:
 
 
 def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialised memory of this rank's share; every element must be written.
+    """Allocate uninitialized memory of this rank's share; every element must be written.
 
     A plain tensor has its strides on meta already, for example channels_last.
     """

@@ -78,7 +78,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
     The walk ends at a module that refers to a parent, which torch allows.
 
     Raises:
-        LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
+        LoadError: FSDP1 or a quantized module, whose tensors are not the model's.
     """
     modules: list[NamedModule] = []
     pending = [NamedModule(model, "", "", "", (), None, None)]
@@ -116,7 +116,7 @@ def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | Non
     if frozen is None and _is_packed(kind):
         raise LoadError(
             f"{name or 'the model'}: is a {kind.__module__}.{kind.__name__}, whose weights are "
-            "packed and no tensors of the model: load or save before it is quantised"
+            "packed and no tensors of the model: load or save before it is quantized"
         )
     if is_fsdp1(module):
         raise LoadError(
@@ -132,7 +132,7 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
     are those that the optimizer updates.
 
     Raises:
-        LoadError: FSDP1, quantised or otherwise unreadable tensors, named with their type; two
+        LoadError: FSDP1, quantized or otherwise unreadable tensors, named with their type; two
             tensors whose names differ only in what wrappers add.
     """
     return tensors_of(find_modules(model))
@@ -219,6 +219,6 @@ def _join(name: str, attribute: str) -> str:
 
 @cache
 def _is_packed(kind: type[nn.Module]) -> bool:
-    """Return whether torch.ao puts a class in place of quantised layers."""
+    """Return whether torch.ao puts a class in place of quantized layers."""
     path = plain_of(kind).__module__
     return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path

@@ -16,7 +16,7 @@ import torch
 from anyrank.errors import UnsafeFile
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
-from anyrank.sources.readers.config_json import QUANTISATION, config_in
+from anyrank.sources.readers.config_json import QUANTIZATION, config_in
 from anyrank.tensors.spec import StoredTensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -91,8 +91,8 @@ def list_file(storage: Storage, path: str) -> Listing:
         )
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
-    quantisation = config_in(texts.get(QUANTISATION, ""))
-    return Listing("safetensors", (info,), tensors, others, quantisation=quantisation)
+    quantization = config_in(texts.get(QUANTIZATION, ""))
+    return Listing("safetensors", (info,), tensors, others, quantization=quantization)
 
 
 def with_ties(

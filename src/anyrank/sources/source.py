@@ -15,7 +15,7 @@ from anyrank.files.storage import Storage, storage_for
 from anyrank.sources.endings import META_PART, OF_META
 from anyrank.sources.locate import locate_all
 from anyrank.sources.readers import dcp, huggingface, runs
-from anyrank.sources.readers.config_json import CONFIG, with_quantisation
+from anyrank.sources.readers.config_json import CONFIG, with_quantization
 from anyrank.sources.readers.folders import DCP, RUN, WEIGHTS, format_of_folder, is_run_of_tool
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
@@ -73,7 +73,7 @@ def list_headers(source: Source) -> Listing:
 
     Raises:
         LoadError: nothing exists there, no permission, or an unknown format; two files of a list
-            hold the same key, are quantised in two ways, or each is a rank's part of a model.
+            hold the same key, are quantized in two ways, or each is a rank's part of a model.
         UnsafeFile: a header that lies, or a pickle that would run code.
     """
     if isinstance(source, Mapping):
@@ -86,12 +86,12 @@ def list_headers(source: Source) -> Listing:
         raise LoadError(f"{parts[0]}: is {OF_META}")
     listings = [_list_path(path) for path in paths]
     ways = [
-        (path, q) for path, part in zip(paths, listings, strict=True) if (q := part.quantisation)
+        (path, q) for path, part in zip(paths, listings, strict=True) if (q := part.quantization)
     ]
-    for path, quantisation in ways:
-        if quantisation != ways[0][1]:
+    for path, quantization in ways:
+        if quantization != ways[0][1]:
             raise LoadError(
-                f"{path}: is quantised in another way than {ways[0][0]}, by quantization_config of "
+                f"{path}: is quantized in another way than {ways[0][0]}, by quantization_config of "
                 "the config.json beside each: give files that belong together"
             )
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
@@ -104,7 +104,7 @@ def _list_path(path: str) -> Listing:
             return _list_folder(storage, path)
         if storage.is_file(path):
             beside = path[: path.rfind("/") + 1] + CONFIG
-            return with_quantisation(list_file(storage, path), storage, beside)
+            return with_quantization(list_file(storage, path), storage, beside)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error}") from error
     if os.path.exists(path):

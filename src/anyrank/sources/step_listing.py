@@ -38,7 +38,7 @@ class StepLocator(Locator):
         files: files of the ranks that saved it.
         index: index of it.
         own_tensors: tensors that only one rank has; their numbers follow those of the index.
-        saved: the run, the step and the time of the commit, by which copies are recognised.
+        saved: the run, the step and the time of the commit, by which copies are recognized.
         indexes: ranks' indexes that were read.
         met: ranks that have some pieces of a tensor, kept because most tensors are alike.
     """

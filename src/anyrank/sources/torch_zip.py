@@ -79,20 +79,20 @@ class TorchZip:
 
     Attributes:
         pickled: the first record.
-        quantisation: the record of how the weights are quantised, as JSON; empty for none.
+        quantization: the record of how the weights are quantized, as JSON; empty for none.
         size: bytes so far.
         fixed: offset and bytes of everything but the reserved records.
     """
 
     pickled: bytes
-    quantisation: bytes = b""
+    quantization: bytes = b""
     size: int = 0
     fixed: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
     directory: list[bytes] = field(default_factory=list[bytes])
 
     def __post_init__(self) -> None:
         small = {"data.pkl": self.pickled, "byteorder": b"little", "version": b"3\n"}
-        small |= {KEPT_CONFIG: self.quantisation} if self.quantisation else {}
+        small |= {KEPT_CONFIG: self.quantization} if self.quantization else {}
         for name, data in small.items():
             self._open(name, len(data), zlib.crc32(data), 1)
             self._put(data)

@@ -17,7 +17,7 @@ from anyrank.sources.endings import FILES, format_of
 from anyrank.sources.readers import torch_file
 from anyrank.sources.readers.first_bytes import what_it_is
 
-HEAD_BYTES = 9  # enough to recognise files with other endings
+HEAD_BYTES = 9  # enough to recognize files with other endings
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Hints: the name that a misspelt one may mean, and the prefix under which many would match."""
+"""Hints: the name that a misspelled one may mean, and the prefix under which many would match."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-NEIGHBOURS = 10  # on each side, forwards and backwards, that are compared letter by letter
+NEIGHBORS = 10  # on each side, forwards and backwards, that are compared letter by letter
 
 
 STACK = 3  # modules with numbers in their names, or more
@@ -21,8 +21,8 @@ class Near:
 
     def hint(self, name: str) -> str:
         """A hint at the most similar name, or nothing."""
-        likely = _neighbours(self.forwards, name)
-        likely += [other[::-1] for other in _neighbours(self.backwards, name[::-1])]
+        likely = _neighbors(self.forwards, name)
+        likely += [other[::-1] for other in _neighbors(self.backwards, name[::-1])]
         close = difflib.get_close_matches(name, likely, n=1, cutoff=0.75)
         return f" (near: {close[0]})" if close else ""
 
@@ -32,10 +32,10 @@ def near(name: str, others: Sequence[str]) -> str:
     return Near(others).hint(name)
 
 
-def _neighbours(ordered: Sequence[str], name: str) -> list[str]:
+def _neighbors(ordered: Sequence[str], name: str) -> list[str]:
     """The names whose beginnings are most like another name's."""
     position = bisect_left(ordered, name)
-    return list(ordered[max(0, position - NEIGHBOURS) : position + NEIGHBOURS])
+    return list(ordered[max(0, position - NEIGHBORS) : position + NEIGHBORS])
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Recognises DTensors and FSDP modules without importing their classes.
+"""Recognizes DTensors and FSDP modules without importing their classes.
 
 Their packages take 0.6 s to import, and sympy comes with them. Nothing can be of a class whose
 package nobody has imported, so a process that shards nothing never pays for them. No module of

@@ -1,8 +1,8 @@
 """Finds a tensor's values: in its own memory, in one inner tensor, or nowhere in particular.
 
 A tensor subclass may have no memory of its own (torch's wrapper classes). Some, such as those with
-which torchao trains in float8, only add behaviour to one plain tensor: its memory is theirs. Others
-compute their values from several tensors, such as quantised ones: these are refused by name.
+which torchao trains in float8, only add behavior to one plain tensor: its memory is theirs. Others
+compute their values from several tensors, such as quantized ones: these are refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-WRAPPED = "load or save before it is wrapped or quantised, or use fully_shard (FSDP2)"
+WRAPPED = "load or save before it is wrapped or quantized, or use fully_shard (FSDP2)"
 SHARDED = "ShardedTensor"
 SHARDED_WAY_OUT = (
     "each rank has a part: save the dict with torch.distributed.checkpoint, and give that folder; "
@@ -21,7 +21,7 @@ SHARDED_WAY_OUT = (
 )
 # Library classes that keep other numbers in a tensor's own memory.
 PACKED = ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
-IN_FILE = "save its .dequantize(), or the state_dict() of before it was wrapped or quantised"
+IN_FILE = "save its .dequantize(), or the state_dict() of before it was wrapped or quantized"
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.layout != torch.strided:
         return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
     if tensor.is_quantized:
-        return "quantised tensor", "load or save before it is quantised, or give .dequantize()"
+        return "quantized tensor", "load or save before it is quantized, or give .dequantize()"
     if type(tensor) not in PLAIN and (problem := _hiding_class(tensor)) is not None:
         return problem
     if tensor.is_conj() or tensor.is_neg():

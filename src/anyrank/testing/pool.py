@@ -74,7 +74,7 @@ class RankPool:
             grace: seconds for the other ranks to end after the first failure.
             faults: the failures to inject, all of which must happen.
             env: additional environment variables.
-            init: whether to initialise torch.distributed.
+            init: whether to initialize torch.distributed.
             **kwargs: its keyword arguments.
 
         Returns:

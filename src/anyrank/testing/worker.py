@@ -98,7 +98,7 @@ def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned |
 
 
 def meet(task: Task) -> None:
-    """Initialise torch.distributed, if wanted."""
+    """Initialize torch.distributed, if wanted."""
     if task.store is not None:
         store = dist.FileStore(task.store, task.world_size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)

@@ -98,7 +98,7 @@ def take_apart(model: nn.Module) -> Model:
     """List the modules and tensors of a model; reshards FSDP2's units, as optimizers see them.
 
     Raises:
-        LoadError: FSDP1 or a quantised module, whose tensors are not the model's.
+        LoadError: FSDP1 or a quantized module, whose tensors are not the model's.
     """
     layers, entries = find_modules(model), list[Entry]()
     for layer in layers:
@@ -141,7 +141,7 @@ def readable(model: Model, written: Collection[int] | None) -> list[ShardedTenso
             tensor = as_sharded(entry.name, entry.tensor)
             check_has_memory(entry.name, tensor.local())
         except AnyrankError:
-            continue  # quantised, nested or released: its values are not its bytes
+            continue  # quantized, nested or released: its values are not its bytes
         tensors[id(entry.tensor)] = tensor
     return list(tensors.values())
 

@@ -93,7 +93,7 @@ class Agreement:
         *,
         goes_down: bool,
     ) -> None:
-        self.connections, self.neighbours = connections, connections.neighbours
+        self.connections, self.neighbors = connections, connections.neighbors
         self.action, self.digest = action, action.digest(kind)
         self.value, self.merge, self.goes_down = value, merge, goes_down
         self.failure = None if cause is None else as_failure(cause)
@@ -116,9 +116,9 @@ class Agreement:
 
     def _exchange(self, join: Callable[[Sequence[Message]], Message]) -> tuple[int, bytes]:
         """Send up what this rank and those below come to; returns what comes down."""
-        connections, parent = self.connections, self.neighbours.parent
-        heads = [connections.receive(HEAD_BYTES, child) for child in self.neighbours.children]
-        children = zip(heads, self.neighbours.children, strict=True)
+        connections, parent = self.connections, self.neighbors.parent
+        heads = [connections.receive(HEAD_BYTES, child) for child in self.neighbors.children]
+        children = zip(heads, self.neighbors.children, strict=True)
         joined = join([self._received(head, child) for head, child in children])
         faults.point("ranks.talk")
         if parent is None:
@@ -130,7 +130,7 @@ class Agreement:
             verdict = self._received(head, parent)
         faults.point("ranks.talk")
         down = verdict if self.goes_down or verdict.status else replace(verdict, value=b"")
-        sent = [self._start(down, child) for child in self.neighbours.children]
+        sent = [self._start(down, child) for child in self.neighbors.children]
         for waits in sent:
             for wait in waits:
                 wait()
@@ -169,7 +169,7 @@ class Agreement:
             account.failed = 0 if failure.kind is None else 1
         for message in below:
             account += pickle.loads(message.value)  # noqa: S301 - from our own ranks
-        if self.neighbours.parent is not None:
+        if self.neighbors.parent is not None:
             return Message(self.digest, TROUBLE, pickle.dumps(account))
         error: Exception = DifferentActions(account.actions)
         if len(account.actions) == 1:
@@ -201,8 +201,8 @@ class Agreement:
         return message
 
 
-def connect_neighbours(connections: Connections) -> None:
-    """Send the first messages, so that neighbours in the tree connect. All ranks."""
+def connect_neighbors(connections: Connections) -> None:
+    """Send the first messages, so that neighbors in the tree connect. All ranks."""
     agreement = Agreement(
         connections, Action(0, "", CONNECTING), "", b"", None, b"".join, goes_down=False
     )

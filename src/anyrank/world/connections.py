@@ -1,7 +1,7 @@
 """gloo's connections between some ranks, kept from one call to the next.
 
 `torch.distributed` does not know these connections, so they do not interfere with the user's
-groups. Two ranks connect when one first sends to the other: neighbours in the tree when the ranks
+groups. Two ranks connect when one first sends to the other: neighbors in the tree when the ranks
 meet, others for the bytes of a load or a sync. A rank that fails closes its connections: every rank
 that waits on them, or uses them later, raises the same error.
 """
@@ -24,7 +24,7 @@ from anyrank.errors import RankError
 from anyrank.world.helper_thread import HelperThread
 from anyrank.world.message import ENDED, Message
 from anyrank.world.pairs import gloo_timeout
-from anyrank.world.tree import find_neighbours
+from anyrank.world.tree import find_neighbors
 from anyrank.world.waits import GroupState, Wait
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Connections:
     def __init__(self, state: GroupState, group: Any, connected: Collection[int] = ()) -> None:
         self.state = state
         self.index, self.size = state.ranks.index(state.rank), len(state.ranks)
-        self.neighbours = find_neighbours(state.nodes, self.index)
+        self.neighbors = find_neighbors(state.nodes, self.index)
         self.calls = self.waits = 0
         self.device_groups: dict[str, Any] = {}  # see live/device_group.py
         self._group = group
@@ -85,7 +85,7 @@ class Connections:
             group.abort()
         if self._group is not None:
             if self.state.error is not None:
-                self._tell_neighbours()
+                self._tell_neighbors()
             self._close()
             to_free, self._group = [self._group, *self.device_groups.values()], None
             self.device_groups.clear()
@@ -93,18 +93,18 @@ class Connections:
             self._messenger.leave(to_free.clear)
         return error
 
-    def _tell_neighbours(self) -> None:
-        """Send the error to the neighbours in the tree: where the store is gone as well, as with
+    def _tell_neighbors(self) -> None:
+        """Send the error to the neighbors in the tree: where the store is gone as well, as with
         the process that has it, they would take this rank for the one that has died.
         """
         message = Message(b"", ENDED, pickle.dumps(self.state.error))
-        parent = self.neighbours.parent
-        neighbours = {*self.neighbours.children, *([] if parent is None else [parent])}
+        parent = self.neighbors.parent
+        neighbors = {*self.neighbors.children, *([] if parent is None else [parent])}
         works: list[Any] = []
-        for index in neighbours & self._connected:
+        for index in neighbors & self._connected:
             with contextlib.suppress(RuntimeError):
                 works += [self._start("send", as_tensor(p), index, TREE_TAG) for p in message.parts]
-        time.sleep(TELL_SEC)  # what is sent goes out, where a neighbour waits for it
+        time.sleep(TELL_SEC)  # what is sent goes out, where a neighbor waits for it
         del works
 
     # -- messages ---------------------------------------------------------------------------------

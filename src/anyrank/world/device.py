@@ -16,7 +16,7 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RA
 def rank_device() -> torch.device:
     """Return this rank's accelerator by its local rank, or the CPU if there is none.
 
-    Does not initialise the accelerator. A process that sees a single device because its launcher
+    Does not initialize the accelerator. A process that sees a single device because its launcher
     hides the others, owns that device.
 
     Raises:

@@ -27,7 +27,7 @@ class Alone(enum.Enum):
 
 
 ALONE: Final = Alone.ALONE
-"""`process_group=anyrank.ALONE`: only this process takes part, even if a group is initialised."""
+"""`process_group=anyrank.ALONE`: only this process takes part, even if a group is initialized."""
 
 Group: TypeAlias = "dist.ProcessGroup | Alone | None"
 """The type of `process_group=`: a group, this process alone, or None for all ranks."""
@@ -61,7 +61,7 @@ def find_members(process_group: Group) -> tuple[list[int], int]:
 
 def check_group(process_group: object) -> None:
     """Refuse anything that is not a group. A group without this process is still a group. A warning
-    is logged if an object is made for a group before it is initialised.
+    is logged if an object is made for a group before it is initialized.
 
     Raises:
         TypeError: `process_group` is not a group.

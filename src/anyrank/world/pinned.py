@@ -15,7 +15,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised uint8[nbytes] on the CPU, page-locked for copies from and to `device`.
+    """Uninitialized uint8[nbytes] on the CPU, page-locked for copies from and to `device`.
 
     Freed with its last view, after the copies under way. pin_memory=True rounds up to a power of
     two and never frees its memory; it serves only devices without CUDA's runtime calls.

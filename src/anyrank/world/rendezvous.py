@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from anyrank import faults
 from anyrank.errors import RankError
-from anyrank.world.agreement import connect_neighbours
+from anyrank.world.agreement import connect_neighbors
 from anyrank.world.connections import Connections
 from anyrank.world.device import boot_id
 from anyrank.world.group import default_store, hash_ranks
@@ -109,7 +109,7 @@ def _next_store(job_store: Any, prefix: str, rank: int) -> Store:
 
 
 def _meet_ranks(state: GroupState, call: str) -> Connections:
-    """Wait until all ranks have arrived, and connect to the neighbours. All ranks."""
+    """Wait until all ranks have arrived, and connect to the neighbors. All ranks."""
     group = open_pairs(state)
     wait = Wait(state, call, find_closed=list, number=0)
     wait.has_arrived = True
@@ -127,7 +127,7 @@ def _meet_ranks(state: GroupState, call: str) -> Connections:
     connected = range(len(state.ranks)) if group is None else ()
     connections = Connections(state, group or open_mesh(state, call), connected)
     # This also waits until all are connected: a rank that ended earlier would break slower ones.
-    connect_neighbours(connections)
+    connect_neighbors(connections)
     return connections
 
 

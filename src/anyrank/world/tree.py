@@ -11,7 +11,7 @@ DEGREE = 16
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Neighbors:
     """The ranks that one rank talks to, as positions in the group.
 
     Attributes:
@@ -23,8 +23,8 @@ class Neighbours:
     children: tuple[int, ...]
 
 
-def find_neighbours(nodes: Sequence[int], index: int) -> Neighbours:
-    """Find the neighbours of a rank in the tree.
+def find_neighbors(nodes: Sequence[int], index: int) -> Neighbors:
+    """Find the neighbors of a rank in the tree.
 
     Args:
         nodes: for each rank, the number of its machine, in the order of their first appearance.
@@ -38,7 +38,7 @@ def find_neighbours(nodes: Sequence[int], index: int) -> Neighbours:
     if index == local[0]:
         parent, remote = _within(firsts, index)
         children = [*remote, *children]
-    return Neighbours(parent, tuple(children))
+    return Neighbors(parent, tuple(children))
 
 
 def _within(members: Sequence[int], index: int) -> tuple[int | None, list[int]]:

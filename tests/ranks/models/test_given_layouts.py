@@ -183,7 +183,7 @@ class Said(logging.Handler):
         logging.getLogger("anyrank").removeHandler(self)
 
 
-def job_misspelt() -> list[list[str]]:
+def job_misspelled() -> list[list[str]]:
     """Warnings of syncs and a load, of which each has a name that no tensor has."""
     rank = dist.get_rank()
     full = torch.arange(24.0).reshape(6, 4)
@@ -209,7 +209,7 @@ def job_misspelt() -> list[list[str]]:
 
 def test_a_name_that_no_tensor_has_is_told_by_each_rank_once() -> None:
     text = "layout= names {}, which no tensor of this rank has"
-    one, other = run_ranks(2, job_misspelt)
+    one, other = run_ranks(2, job_misspelled)
     assert one[0] == other[0] == [text.format("down.*")]
     assert one[1] == other[1] == [text.format("upp.*"), text.format("up.wieght")]
     idle = "x: rename= has it, and no key matches"  # once for all ranks

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import anyrank
 from anyrank.testing import run_ranks
 
-PACKAGES = Path(sys.prefix) / "quantised"  # where `make` installs them, apart from all others
+PACKAGES = Path(sys.prefix) / "quantized"  # where `make` installs them, apart from all others
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}  # torchao compiles some steps, with threads that stay
 
 

@@ -17,7 +17,7 @@ import anyrank
 from anyrank.testing import RanksFailed, run_ranks
 
 
-class Quantised(torch.optim.Optimizer):
+class Quantized(torch.optim.Optimizer):
     """Codes and block maxima of each rank's shard in plain tensors, as 8-bit optimizers keep."""
 
     def __init__(self, params: Any, blocks: int) -> None:
@@ -49,7 +49,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def job_own(path: str, rows: int, blocks: int, save: bool, dim: int) -> Any:
     net = sharded(rows, 0 if save else 1, dim)
-    optimizer = Quantised(net.parameters(), blocks)
+    optimizer = Quantized(net.parameters(), blocks)
     state = anyrank.TrainState(net, optimizer)
     with anyrank.Checkpoints(path, state) as ckpts:
         if save:

@@ -241,7 +241,7 @@ def job_left(kind: str, way: str) -> list[tuple[float, list[torch.Tensor]]]:
     except KeyError:
         pass
     net.zero_grad()
-    # Flags are as before: this synchronises.
+    # Flags are as before: this synchronizes.
     (net(torch.full((2, 6), dist.get_rank() + 1.0).double())).mean().backward()
     by_itself = gradients(net)
     net.zero_grad()

@@ -460,7 +460,7 @@ def test_no_module_hides_a_public_name() -> None:
     assert taken & set(anyrank.__all__) == set()
 
 
-def test_a_misspelt_name_is_an_attribute_error() -> None:
+def test_a_misspelled_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'anyrank' has no attribute 'laod'"):
         _ = anyrank.laod
 

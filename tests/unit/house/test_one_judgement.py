@@ -37,11 +37,11 @@ class Question:
 
 QUESTIONS = {
     "Is this weight scaled?": Question(
-        "models/dialects/transformers/quantised.py",
+        "models/dialects/transformers/quantized.py",
         ("scales_of", "pairs_of"),
         frozenset(
             {
-                "models/dialects/transformers/dequantise.py",  # load, plan, diff, convert
+                "models/dialects/transformers/dequantize.py",  # load, plan, diff, convert
                 "tools/convert/selection.py",
                 "tools/inspect/inspect.py",
             }
@@ -49,9 +49,9 @@ QUESTIONS = {
         r"absmax|zero_point|_scale_inv|\bSCB\b",
     ),
     "May small numbers be taken for weights?": Question(
-        "models/dialects/transformers/dequantise.py",
+        "models/dialects/transformers/dequantize.py",
         (
-            *("without_scales", "unknown_method", "check_method", "dequantised"),
+            *("without_scales", "unknown_method", "check_method", "dequantized"),
             *("packed_weights", "packed_in_words"),
         ),
         frozenset(
@@ -65,11 +65,11 @@ QUESTIONS = {
             }
         ),
         r"quant_method",
-        frozenset({"models/dialects/transformers/quantised.py"}),  # the default size of blocks
+        frozenset({"models/dialects/transformers/quantized.py"}),  # the default size of blocks
     ),
-    "How is a source quantised?": Question(
+    "How is a source quantized?": Question(
         "sources/readers/config_json.py",
-        ("with_quantisation", "read_quantisation", "config_in"),
+        ("with_quantization", "read_quantization", "config_in"),
         frozenset(
             {
                 "sources/source.py",  # files, and lists of them
@@ -80,12 +80,12 @@ QUESTIONS = {
             }
         ),
         r"text_config|\"quantization_config\"",
-        frozenset({"tools/convert/copies.py"}),  # removed, where the weights are dequantised
+        frozenset({"tools/convert/copies.py"}),  # removed, where the weights are dequantized
     ),
     "How large are the blocks of FP8 that share a scale?": Question(
-        "models/dialects/transformers/quantised.py",
+        "models/dialects/transformers/quantized.py",
         ("blocks_of",),
-        frozenset({"models/dialects/transformers/dequantise.py"}),
+        frozenset({"models/dialects/transformers/dequantize.py"}),
         r"weight_block_size|BLOCK_SIZE",
         frozenset({"tools/inspect/diff.py"}),  # other sizes are other weights
     ),
@@ -166,7 +166,7 @@ QUESTIONS = {
         ("without_rule",),
         frozenset({"models/match.py"}),  # load, plan, sync, resume from a file
         r"no rule gives initial",
-        frozenset({"models/first_values/initialise.py"}),
+        frozenset({"models/first_values/initialize.py"}),
     ),
     "Which texts of a safetensors file are ties?": Question(
         "sources/safetensors.py",

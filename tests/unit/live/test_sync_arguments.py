@@ -39,7 +39,7 @@ def test_a_renaming_function_may_change_its_mind() -> None:
     [
         (lambda t: t.to_sparse(), "w: is a torch.sparse_coo tensor"),
         (lambda t: t.reshape(1, -1).to_sparse_csr(), "w: is a torch.sparse_csr tensor"),
-        (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "w: is a quantised tensor"),
+        (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "w: is a quantized tensor"),
     ],
 )
 def test_tensors_that_are_not_dense_are_named(end: str, make: Any, words: str) -> None:

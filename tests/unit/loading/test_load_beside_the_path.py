@@ -78,7 +78,7 @@ def test_fsdp1_is_refused_by_name() -> None:
 
 QUANTISED: dict[str, Any] = {
     "torch.sparse_coo tensor": lambda: torch.eye(2).to_sparse(),
-    "quantised tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
 }
 
 
@@ -113,7 +113,7 @@ def test_two_numbers_in_a_byte_become_no_other_dtype(cast: Any, tmp_path: Path) 
     state = {"weight": four}
     save_file(state, tmp_path / "w.safetensors")
     for source in (state, tmp_path / "w.safetensors"):
-        with pytest.raises(anyrank.LoadError, match=r"weight: .*two numbers in a byte: dequantise"):
+        with pytest.raises(anyrank.LoadError, match=r"weight: .*two numbers in a byte: dequantize"):
             anyrank.load(nn.Linear(2, 4, bias=False), source, cast=cast)
     with pytest.raises(anyrank.LoadError, match="two numbers in a byte"):
         anyrank.sync(nn.Linear(2, 4, bias=False), state, cast=cast)
@@ -449,8 +449,8 @@ BYTELESS: dict[str, Any] = {
     "a nested tensor: ": lambda: torch.nested.nested_tensor(
         [torch.ones(2), torch.ones(3)], layout=torch.jagged
     ),
-    "a quantised tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-    "a quantised tensor: ": lambda: torch.quantize_per_channel(
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "a quantized tensor: ": lambda: torch.quantize_per_channel(
         torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8
     ),
     "a tensor on meta": lambda: torch.ones(2, device="meta"),

@@ -109,7 +109,7 @@ def test_other_weights_under_functional_call_are_refused(kind: str) -> None:
 
 
 class Codebook(nn.Module):
-    """Quantises to a codebook that it moves in the forward pass, in place or by assignment."""
+    """Quantizes to a codebook that it moves in the forward pass, in place or by assignment."""
 
     def __init__(self, assigns: bool, rows: int = 3) -> None:
         super().__init__()

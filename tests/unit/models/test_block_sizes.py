@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import anyrank
-from anyrank.models.dialects.transformers.quantised import blocks_of, pairs_of
+from anyrank.models.dialects.transformers.quantized import blocks_of, pairs_of
 from anyrank.tensors.spec import StoredTensor
 
 Tensors = dict[str, torch.Tensor]
@@ -148,7 +148,7 @@ def test_files_of_two_sizes_are_no_one_source(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         config(tmp_path / name, block)
         paths.append(of_file(tmp_path / name, tensors(f"{name}.")[0]))
-    with pytest.raises(anyrank.LoadError, match="quantised in another way"):
+    with pytest.raises(anyrank.LoadError, match="quantized in another way"):
         anyrank.inspect(paths)
 
 
@@ -161,7 +161,7 @@ def test_blocks_of_another_size_are_other_weights(tmp_path: Path) -> None:
     assert [*found.values] == ["0.weight"]
 
 
-def test_plain_files_beside_it_are_not_quantised(tmp_path: Path) -> None:
+def test_plain_files_beside_it_are_not_quantized(tmp_path: Path) -> None:
     settings = {"quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     save_file({"0.bias": torch.ones(SIZE)}, tmp_path / "adapter.safetensors")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.quantised import write
+from tests.quantized import write
 from torch import nn
 
 import anyrank
@@ -96,7 +96,7 @@ def test_a_file_is_judged_as_its_folder(kind: str, tmp_path: Path) -> None:
     torch.save(state, folder / "w.pt")
     files = sorted(folder.glob("*.safetensors"))
     for source in (folder, files, folder / "w.pt"):
-        with pytest.raises(anyrank.LoadError, match=rf"model:\nthe source is quantised by {kind}"):
+        with pytest.raises(anyrank.LoadError, match=rf"model:\nthe source is quantized by {kind}"):
             anyrank.load(net(), source, missing="init", unexpected="ignore")
         assert any(kind in note for note in anyrank.inspect(source).skipped)
 

@@ -126,7 +126,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(
     same(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-def test_partly_initialised_state_stays_partly_initialised(tmp_path: Path) -> None:
+def test_partly_initialized_state_stays_partly_initialized(tmp_path: Path) -> None:
     model = net(frozen=True)
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)

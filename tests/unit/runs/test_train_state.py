@@ -641,7 +641,7 @@ def test_what_only_a_modules_own_code_saves_is_refused_by_name(tmp_path: Path, m
 
 def test_own_code_that_adds_nothing_of_its_own_is_saved_as_ever(tmp_path: Path) -> None:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
-    model.register_state_dict_post_hook(  # as the scales of a quantised weight
+    model.register_state_dict_post_hook(  # as the scales of a quantized weight
         lambda module, state, *_: state.update({"1.weight.scale": torch.ones(())})
     )
     state = anyrank.TrainState(torch.compile(model, backend="eager"))

@@ -216,12 +216,12 @@ def test_skip_is_for_the_beginning_and_not_for_the_runs_own_steps(tmp_path: Path
 
 def test_a_wrong_name_in_skip_is_an_error_where_the_run_begins(tmp_path: Path) -> None:
     accelerate_folder(tmp_path / "a")
-    wrong = r"skip= names 'optimiser': no part is called so; there are .*model.*optimizer"
+    wrong = r"skip= names 'optimzer': no part is called so; there are .*model.*optimizer"
     with (
         anyrank.Checkpoints(tmp_path / "run", state_of(net_of())) as ckpts,
         pytest.raises(anyrank.CheckpointError, match=wrong),
     ):
-        ckpts.resume(tmp_path / "a", skip=["optimiser"])
+        ckpts.resume(tmp_path / "a", skip=["optimzer"])
 
 
 def test_a_part_that_only_the_beginning_had_is_skipped_at_every_restart(tmp_path: Path) -> None:

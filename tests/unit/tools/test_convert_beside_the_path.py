@@ -60,7 +60,7 @@ def test_a_folder_is_renamed_for_a_file(tmp_path: Path, to: Any) -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["out.safetensors", "weights"])
-def test_a_url_is_refused_and_its_neighbours_stay(name: str, overwrite: bool) -> None:
+def test_a_url_is_refused_and_its_neighbors_stay(name: str, overwrite: bool) -> None:
     bucket: Any = fsspec.filesystem("memory")  # other tests of this process write there too
     before = {"/bucket/dir/precious.bin": b"x", "/bucket/dir/weights/model.safetensors": b"y"}
     bucket.pipe(before)

@@ -27,11 +27,11 @@ def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) 
 
     digests = [digests_of(table, rank) for rank, table in enumerate(tables)]
     merged = functools.reduce(join_digests, digests)
-    learnt: list[Any] = [None] * len(tables)
+    learned: list[Any] = [None] * len(tables)
 
     def learn(number: int) -> None:
         ranks: Any = SimpleNamespace(ranks=tuple(range(len(tables))), rank=number, reduce=reduce)
-        learnt[number] = differing(tables[number], merged, ranks, limit)
+        learned[number] = differing(tables[number], merged, ranks, limit)
 
     numbers = range(len(tables))
     threads = [threading.Thread(target=learn, args=(n,), name=str(n)) for n in numbers]
@@ -39,8 +39,8 @@ def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) 
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert learnt[1:] == learnt[:-1]
-    return learnt[0]
+    assert learned[1:] == learned[:-1]
+    return learned[0]
 
 
 def on(**ranks_by_text: list[int]) -> Texts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyrank.world.tree import DEGREE, Neighbours, find_neighbours
+from anyrank.world.tree import DEGREE, Neighbors, find_neighbors
 
 
-def places_of(nodes: list[int]) -> list[Neighbours]:
-    return [find_neighbours(nodes, index) for index in range(len(nodes))]
+def places_of(nodes: list[int]) -> list[Neighbors]:
+    return [find_neighbors(nodes, index) for index in range(len(nodes))]
 
 
 @st.composite
@@ -43,23 +43,23 @@ def test_one_connection_of_each_machine_crosses_the_network(nodes: list[int]) ->
 
 
 @given(machines())
-def test_a_rank_has_few_neighbours(nodes: list[int]) -> None:
+def test_a_rank_has_few_neighbors(nodes: list[int]) -> None:
     for place in places_of(nodes):
         assert len(place.children) <= 2 * DEGREE
 
 
 def test_ranks_of_one_machine() -> None:
-    assert find_neighbours([0] * 40, 0) == Neighbours(None, tuple(range(1, 17)))
-    assert find_neighbours([0] * 40, 1) == Neighbours(0, tuple(range(17, 33)))
-    assert find_neighbours([0] * 40, 2) == Neighbours(0, tuple(range(33, 40)))
-    assert find_neighbours([0] * 40, 39) == Neighbours(2, ())
+    assert find_neighbors([0] * 40, 0) == Neighbors(None, tuple(range(1, 17)))
+    assert find_neighbors([0] * 40, 1) == Neighbors(0, tuple(range(17, 33)))
+    assert find_neighbors([0] * 40, 2) == Neighbors(0, tuple(range(33, 40)))
+    assert find_neighbors([0] * 40, 39) == Neighbors(2, ())
 
 
 def test_ranks_of_two_machines() -> None:
     nodes = [0, 0, 1, 1]
     assert places_of(nodes) == [
-        Neighbours(None, (2, 1)),
-        Neighbours(0, ()),
-        Neighbours(0, (3,)),
-        Neighbours(2, ()),
+        Neighbors(None, (2, 1)),
+        Neighbors(0, ()),
+        Neighbors(0, (3,)),
+        Neighbors(2, ()),
     ]

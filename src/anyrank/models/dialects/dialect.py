@@ -88,7 +88,7 @@ class ModelMatch:
         listing: the source under the model's names, with the sources of frozen parts.
         stored: tensor -> its bytes.
         compared: tensor of a frozen part -> bytes that must equal its values in the end.
-        initialise: tensors that a rule fills.
+        initialize: tensors that a rule fills.
         keep: missing tensors that keep their values.
         missing: names of the tensors that the source does not hold, adapters aside.
         twins: tensors that are earlier ones, and get their values with these.
@@ -105,7 +105,7 @@ class ModelMatch:
     listing: Listing
     stored: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
     compared: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
-    initialise: list[int] = field(default_factory=list[int])
+    initialize: list[int] = field(default_factory=list[int])
     keep: list[int] = field(default_factory=list[int])
     missing: list[str] = field(default_factory=list[str])
     twins: dict[int, int] = field(default_factory=dict[int, int])
@@ -198,6 +198,6 @@ def dialects_of(case: Case) -> list[Dialect]:
     return [kind(case) for kind in case.kinds if kind.applies(case)]
 
 
-def match_of_rules(tensors: list[ModelTensor], initialise: list[int]) -> ModelMatch:
+def match_of_rules(tensors: list[ModelTensor], initialize: list[int]) -> ModelMatch:
     """A match without a source: rules fill some of the tensors, and the others stay as they are."""
-    return ModelMatch(tensors, Listing("initial values", (), {}), initialise=initialise)
+    return ModelMatch(tensors, Listing("initial values", (), {}), initialize=initialize)

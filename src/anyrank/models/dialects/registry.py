@@ -7,12 +7,12 @@ from anyrank.models.dialects.frozen.dialect import FrozenParts
 from anyrank.models.dialects.layouts.dialect import GivenLayouts
 from anyrank.models.dialects.peft.dialect import Adapters
 from anyrank.models.dialects.transformers.conversions import ConvertedNames
-from anyrank.models.dialects.transformers.values import QuantisedValues
+from anyrank.models.dialects.transformers.values import QuantizedValues
 
 # Values come before names, because a conversion fuses whole weights; adapters come last, because
 # they are judged by what fills their base.
 DIALECTS: list[type[Dialect]] = [
-    QuantisedValues,
+    QuantizedValues,
     ConvertedNames,
     FrozenParts,
     GivenLayouts,

@@ -11,7 +11,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.models.dialects.dialect import ModelMatch
-from anyrank.models.first_values.initialise import Initialiser, no_rule_for
+from anyrank.models.first_values.initialize import Initializer, no_rule_for
 from anyrank.models.replace import Replacement
 from anyrank.models.share import allocate, default_device, device_for
 from anyrank.models.tensors import ModelTensor
@@ -19,13 +19,13 @@ from anyrank.world.ranks import Ranks
 
 
 def rebuilt_values(
-    targets: Sequence[ModelTensor], ranks: Ranks, initialiser: Initialiser, device: torch.device
+    targets: Sequence[ModelTensor], ranks: Ranks, initializer: Initializer, device: torch.device
 ) -> tuple[dict[str, str], list[Replacement]]:
     """Compute values for each non-persistent buffer on meta, still to be put in place. All ranks.
 
     Args:
         targets: all tensors of the model.
-        ranks, initialiser: the call's ranks and initialiser.
+        ranks, initializer: the call's ranks and initializer.
         device: where plain buffers go.
 
     Returns:
@@ -44,7 +44,7 @@ def rebuilt_values(
             if not _needs_rebuilding(target):
                 continue
             local = allocate(target, device)
-            rule = initialiser.fill(target, local)
+            rule = initializer.fill(target, local)
             if rule is None:
                 lost.add(target.name)
                 continue
@@ -69,16 +69,16 @@ def without_rule(model: nn.Module, match: ModelMatch) -> list[str]:
     it later has overwritten weights.
 
     Raises:
-        LoadError: as for `Initialiser.fill`.
+        LoadError: as for `Initializer.fill`.
     """
-    wanted = [match.tensors[index] for index in match.initialise]
+    wanted = [match.tensors[index] for index in match.initialize]
     rebuilt = [target for target in match.tensors if _needs_rebuilding(target)]
     if not wanted and not rebuilt:
         return []
-    initialiser, device = Initialiser(model, seed=0), default_device(match.tensors)
+    initializer, device = Initializer(model, seed=0), default_device(match.tensors)
 
     def lacking(targets: Iterable[ModelTensor]) -> list[str]:
-        return [t.name for t in targets if not initialiser.values(t, device_for(t, device))[0]]
+        return [t.name for t in targets if not initializer.values(t, device_for(t, device))[0]]
 
     unwritten, lost = lacking(wanted), lacking(rebuilt)
     problems = [no_rule_for(unwritten)] if unwritten else []

@@ -22,7 +22,7 @@ from anyrank.sources.foreign.checkpoint import ForeignGroup, ForeignOptimizer, U
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
 
-# Options that torch added over the years, with defaults that keep the older behaviour.
+# Options that torch added over the years, with defaults that keep the older behavior.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
 # State that torch's optimizers keep for each parameter that was stepped, in its shape.
 KEPT = {

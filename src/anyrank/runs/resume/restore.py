@@ -16,7 +16,7 @@ from anyrank.files.listing import Listing, TensorFill
 from anyrank.files.reader import Reader
 from anyrank.loading.read import read_own
 from anyrank.models.first_values.buffers import rebuilt_values
-from anyrank.models.first_values.initialise import Initialiser
+from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.replace import replace
 from anyrank.models.share import buffer_for, default_device
 from anyrank.models.tensors import find_tensors
@@ -212,8 +212,8 @@ class _Restorer:
         for part in self.inner.parts.values():
             if isinstance(part, nn.Module):
                 targets = find_tensors(part)
-                initialiser, device = Initialiser(part, self.inner.seed), default_device(targets)
-                replace(rebuilt_values(targets, self.ranks, initialiser, device)[1])
+                initializer, device = Initializer(part, self.inner.seed), default_device(targets)
+                replace(rebuilt_values(targets, self.ranks, initializer, device)[1])
 
     def _restore_streams(self) -> dict[str, GeneratorOutcome]:
         """Restore the random generators; last, so that nothing draws from them afterwards."""

@@ -70,7 +70,7 @@ def summarize(
     states: Mapping[str, GeneratorState],
     ranks: Ranks,
 ) -> StateSummary:
-    """Summarise this rank's state.
+    """Summarize this rank's state.
 
     Raises:
         CheckpointError: two tensors have one name.

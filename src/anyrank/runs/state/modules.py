@@ -68,7 +68,7 @@ def save_module(
         stepped: ids of parameters that only an optimizer of the state changes.
 
     Raises:
-        CheckpointError: a tensor is on meta, sparse or quantised; only the module's own code knows
+        CheckpointError: a tensor is on meta, sparse or quantized; only the module's own code knows
             some of its values; or a frozen part was written to.
     """
     frozen: dict[str, Any] = {}

@@ -164,7 +164,7 @@ def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose elements do not lie in strided memory.
 
     Raises:
-        CheckpointError: it is nested, sparse, quantised, on meta, or of a class that computes its
+        CheckpointError: it is nested, sparse, quantized, on meta, or of a class that computes its
             values.
     """
     if what := without_bytes(tensor):

@@ -1,4 +1,4 @@
-"""Settings beside weights: what config.json says about their quantisation, and an adapter's."""
+"""Settings beside weights: what config.json says about their quantization, and an adapter's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_whole
 
-CONFIG, QUANTISATION = "config.json", "quantization_config"
+CONFIG, QUANTIZATION = "config.json", "quantization_config"
 MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -33,26 +33,26 @@ def config_in(text: str | bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
 
 
-def read_quantisation(storage: Storage, path: str) -> dict[str, Any]:
+def read_quantization(storage: Storage, path: str) -> dict[str, Any]:
     """The `quantization_config` of a config.json; empty if there is none."""
     config = read_config(storage, path)
     configs = [
-        cast("dict[str, Any]", part).get(QUANTISATION)
+        cast("dict[str, Any]", part).get(QUANTIZATION)
         for part in (config, config.get("text_config"))
         if isinstance(part, dict)
     ]
     return next((cast("dict[str, Any]", value) for value in configs if isinstance(value, dict)), {})
 
 
-def with_quantisation(listing: Listing, storage: Storage, path: str) -> Listing:
-    """Add how the weights of a file or folder are quantised, unless they say so themselves.
+def with_quantization(listing: Listing, storage: Storage, path: str) -> Listing:
+    """Add how the weights of a file or folder are quantized, unless they say so themselves.
 
     Args:
-        listing: the weights. Plain numbers (an adapter, a projector) are not quantised.
+        listing: the weights. Plain numbers (an adapter, a projector) are not quantized.
         storage: their storage.
         path: the config.json beside them.
     """
     dtypes = [stored.dtype for stored in listing.tensors.values()]
-    if listing.quantisation or all(d.is_floating_point and d.itemsize > 1 for d in dtypes):
+    if listing.quantization or all(d.is_floating_point and d.itemsize > 1 for d in dtypes):
         return listing
-    return replace(listing, quantisation=read_quantisation(storage, path))
+    return replace(listing, quantization=read_quantization(storage, path))

@@ -13,7 +13,7 @@ from anyrank.files.block_sums import sums_name
 from anyrank.files.listing import NOT_A_TENSOR, Checksum, FileInfo, Listing
 from anyrank.files.storage import OpenFile, Storage, inside, join_path, read_whole
 from anyrank.sources.readers import pickles, torch_file
-from anyrank.sources.readers.config_json import CONFIG, with_quantisation
+from anyrank.sources.readers.config_json import CONFIG, with_quantization
 from anyrank.sources.run_step import METADATA
 from anyrank.tensors.box import Box
 from anyrank.tensors.spec import Chunk, StoredTensor
@@ -124,7 +124,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
             ".".join(map(str, path[:n])) for path in paths.values() for n in range(1, len(path))
         ),
     )
-    listing = with_quantisation(listing, storage, join_path(folder, CONFIG))
+    listing = with_quantization(listing, storage, join_path(folder, CONFIG))
     return DcpFolder(listing, paths, objects, [fqn for fqn in others if fqn not in objects])
 
 

@@ -1,4 +1,4 @@
-"""Recognises, by their first bytes, files that hold no readable weights: a sentence for each."""
+"""Recognizes, by their first bytes, files that hold no readable weights: a sentence for each."""
 
 from __future__ import annotations
 

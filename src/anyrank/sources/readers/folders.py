@@ -1,4 +1,4 @@
-"""Recognises the format of a folder by the names of its entries.
+"""Recognizes the format of a folder by the names of its entries.
 
 A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
 `sources/source.py`; another tool's run has one in FOLDERS here, and one in RUNS of

@@ -11,7 +11,7 @@ from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
 from anyrank.sources.endings import ENDINGS, FILES, META_PART, OF_META
-from anyrank.sources.readers.config_json import CONFIG, read_config, read_quantisation
+from anyrank.sources.readers.config_json import CONFIG, read_config, read_quantization
 from anyrank.sources.readers.joining import join
 from anyrank.sources.weight_files import list_file
 from anyrank.wording import count
@@ -37,7 +37,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     adapter = read_config(storage, join_path(folder, "adapter_config.json"))
     return replace(
         listing,
-        quantisation=read_quantisation(storage, join_path(folder, CONFIG)) or listing.quantisation,
+        quantization=read_quantization(storage, join_path(folder, CONFIG)) or listing.quantization,
         adapters=dict.fromkeys(range(len(listing.files)), adapter) if adapter else {},
     )
 

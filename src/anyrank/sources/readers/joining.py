@@ -55,7 +55,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         table=next((listing.table for listing in parts if listing.table), ""),
         beside=beside,
         unread_beside={k: v for listing in parts for k, v in listing.unread_beside.items()},
-        quantisation=next((part.quantisation for part in parts if part.quantisation), {}),
+        quantization=next((part.quantization for part in parts if part.quantization), {}),
         adapters=adapters,
         locators=locators,
     )

@@ -147,7 +147,7 @@ INERT_MODULES = (
     "torch.serialization._get_layout",
     "torch.torch_version.TorchVersion",
     "torch.Generator",
-    "torch.per_",  # quantisation schemes
+    "torch.per_",  # quantization schemes
     "torch.nested._internal.",
     "torch._dynamo.decorators._DimRange",
 )
@@ -230,7 +230,7 @@ TABLE: dict[str, Any] = {
     "torch.nn.parameter.Buffer": Inert,
     "torch.Tensor": Inert,
     "torch._utils._rebuild_sparse_tensor": _bytesless("sparse tensor: save its .to_dense()"),
-    "torch._utils._rebuild_qtensor": _bytesless("quantised tensor: save its .dequantize()"),
+    "torch._utils._rebuild_qtensor": _bytesless("quantized tensor: save its .dequantize()"),
     "torch._utils._rebuild_nested_tensor": _bytesless("nested tensor: save its .unbind()"),
     "torch.nested._internal.nested_tensor._rebuild_njt": _bytesless(
         "nested tensor: save its .unbind()"

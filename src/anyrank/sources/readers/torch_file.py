@@ -81,7 +81,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         table=content.name,
         beside=beside,
         unread_beside=unread,
-        quantisation=read.quantisation,
+        quantization=read.quantization,
     )
 
 
@@ -117,7 +117,7 @@ class TorchFile:
         tree: containers and plain values, with a `TensorRef` for each tensor.
         places: key of a storage -> its byte offset and size.
         checksums: checksums of the storages.
-        quantisation: `quantization_config` that `convert` has kept in the file.
+        quantization: `quantization_config` that `convert` has kept in the file.
     """
 
     name: str
@@ -125,7 +125,7 @@ class TorchFile:
     tree: Any
     places: dict[str, tuple[int, int]]
     checksums: tuple[Checksum, ...] = ()
-    quantisation: dict[str, Any] = field(default_factory=dict[str, Any])
+    quantization: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
         """Bind a tensor of the tree to the bytes of its storage.

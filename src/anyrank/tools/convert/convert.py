@@ -70,7 +70,7 @@ def convert(
         layout: for a model whose plain tensors are each rank's part of a whole: a dict of name or
             pattern to (mesh, placements), or a function of the name, as for `sync`.
         process_group: the ranks that hold the model. Default: all, or this process alone if no
-            group is initialised.
+            group is initialized.
 
     Returns:
         The report.

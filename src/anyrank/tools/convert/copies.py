@@ -1,4 +1,4 @@
-"""Files beside the weights in a Hugging Face folder: configuration, tokenizer, code, licence."""
+"""Files beside the weights in a Hugging Face folder: configuration, tokenizer, code, license."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
     Args:
         source: as the caller gave it.
         listing: its contents.
-        dtype: dtype of the converted, unquantised weights, to be named in config.json; None changes
+        dtype: dtype of the converted, unquantized weights, to be named in config.json; None changes
             nothing.
 
     Raises:

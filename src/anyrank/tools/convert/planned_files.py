@@ -98,7 +98,7 @@ def plan_safetensors_folder(
 
 
 def plan_torch_file(
-    name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str], quantisation: str = ""
+    name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str], quantization: str = ""
 ) -> Output:
     """One file with a dict of tensors; tied names share a storage. JSON is kept beside them."""
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
@@ -107,7 +107,7 @@ def plan_torch_file(
     for key, owner in [*((n, n) for n in keys), *tied.items()]:
         tensor = by_name[owner]
         opcodes += value_opcodes(key) + tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
-    archive = TorchZip(bytes(opcodes + b"u."), quantisation.encode())
+    archive = TorchZip(bytes(opcodes + b"u."), quantization.encode())
     spans: list[FileSpan] = []
     for tensor in tensors:
         start = archive.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)

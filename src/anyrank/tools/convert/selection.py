@@ -8,8 +8,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
-from anyrank.models.dialects.transformers.dequantise import without_scales
-from anyrank.models.dialects.transformers.quantised import is_packed, scales_of
+from anyrank.models.dialects.transformers.dequantize import without_scales
+from anyrank.models.dialects.transformers.quantized import is_packed, scales_of
 from anyrank.models.fits import PACKED
 from anyrank.sources.tables.choice import idle_renames, tables_named, take_tables
 from anyrank.sources.tables.parts import parts_of

@@ -17,8 +17,8 @@ from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.storage import join_path, write_file
-from anyrank.models.dialects.transformers.dequantise import check_method, dequantised
-from anyrank.sources.readers.config_json import CONFIG, QUANTISATION
+from anyrank.models.dialects.transformers.dequantize import check_method, dequantized
+from anyrank.sources.readers.config_json import CONFIG, QUANTIZATION
 from anyrank.sources.source import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
@@ -52,7 +52,7 @@ def convert_stored(
     listing = list_source(src)
     if options.cast_dtype is not None:
         check_method(listing)
-        listing = dequantised(listing, {})
+        listing = dequantized(listing, {})
     selection = _selected(listing, options, model)
     small: dict[str, bytes] = {}
     if options.to == "safetensors" and not target.is_file:
@@ -93,8 +93,8 @@ def convert_listing(
     """
     tensors = outputs_of(listing, selection, options.cast_dtype)
     stem = _stem(listing, selection)
-    # Cast weights are dequantised; others still need the size of their blocks.
-    kept = {} if options.cast_dtype is not None else listing.quantisation
+    # Cast weights are dequantized; others still need the size of their blocks.
+    kept = {} if options.cast_dtype is not None else listing.quantization
     output = _plan(target, tensors, selection.tied, options, listing.metadata, stem, kept)
     output = replace(output, small={**(small or {}), **output.small})
     content = StoredContent(listing, selection.tensors)
@@ -215,7 +215,7 @@ def _plan(
     options: ConvertOptions,
     metadata: Mapping[str, str],
     stem: str,
-    quantisation: Mapping[str, Any],
+    quantization: Mapping[str, Any],
 ) -> Output:
     """Plan the files.
 
@@ -226,20 +226,20 @@ def _plan(
         options: the format, and the size of its files.
         metadata: free text for safetensors.
         stem: the beginning of the names of safetensors files.
-        quantisation: the source's `quantization_config`, which the files keep.
+        quantization: the source's `quantization_config`, which the files keep.
 
     Raises:
         LoadError: the format cannot hold a tensor.
     """
-    kept = json.dumps(quantisation) if quantisation else ""
+    kept = json.dumps(quantization) if quantization else ""
     if options.to == "dcp":
         output = plan_dcp_folder(tensors, tied)
-        config = json.dumps({QUANTISATION: quantisation}).encode()
+        config = json.dumps({QUANTIZATION: quantization}).encode()
         return replace(output, small={**output.small, CONFIG: config}) if kept else output
     if options.to == "torch":
         return plan_torch_file(target.name, tensors, tied, kept)
-    texts = {key: text for key, text in metadata.items() if key != QUANTISATION}
-    texts |= {**({QUANTISATION: kept} if kept else {}), **FOR_TRANSFORMERS}
+    texts = {key: text for key, text in metadata.items() if key != QUANTIZATION}
+    texts |= {**({QUANTIZATION: kept} if kept else {}), **FOR_TRANSFORMERS}
     if target.is_file:
         return Output((plan_safetensors(target.name, tensors, tied, texts),))
     return plan_safetensors_folder(tensors, tied, texts, options.shard_bytes or SHARD_BYTES, stem)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from anyrank.files.listing import Listing, ties_of
-from anyrank.models.dialects.transformers.dequantise import (
+from anyrank.models.dialects.transformers.dequantize import (
     packed_in_words,
     packed_weights,
     unknown_method,
 )
-from anyrank.models.dialects.transformers.quantised import pairs_of
+from anyrank.models.dialects.transformers.quantized import pairs_of
 from anyrank.runs.resume.run_log import read_log
 from anyrank.runs.resume.run_time import RunTime, sum_up
 from anyrank.sources.readers.runs import steps_in
@@ -88,7 +88,7 @@ class Inspection:
         tied: name -> the name of the tensor before it whose bytes it shares.
         metadata: free text that the format carries.
         skipped: files and keys that `load` ignores, each with the reason.
-        quantised: tensors that `load` dequantises -> how they are quantised.
+        quantized: tensors that `load` dequantizes -> how they are quantized.
         steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
         run_time: for a run folder on a local disk, where its time went, from its `log.jsonl`.
     """
@@ -103,7 +103,7 @@ class Inspection:
     metadata: dict[str, str]
     skipped: list[str]
     tied: dict[str, str] = field(default_factory=dict[str, str])
-    quantised: dict[str, str] = field(default_factory=dict[str, str])
+    quantized: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[SavedStep] = field(default_factory=list[SavedStep])
     run_time: RunTime | None = None
 
@@ -124,9 +124,9 @@ def summary(inspection: Inspection) -> list[str]:
     tied = f" ({len(inspection.tied):,} tied)" if inspection.tied else ""
     parts = [inspection.format, count(len(inspection.tensors), "tensor") + tied]
     parts += [f"{inspection.parameters:,} parameters", in_units(inspection.nbytes)]
-    methods = Counter(inspection.quantised.values())
+    methods = Counter(inspection.quantized.values())
     ways = (
-        f"{method}, which `load` dequantises: {count(number, 'tensor')} with their scales"
+        f"{method}, which `load` dequantizes: {count(number, 'tensor')} with their scales"
         for method, number in methods.items()
     )
     lines = [*kinds, *ways]
@@ -208,7 +208,7 @@ def inspect(source: Source) -> Inspection:
         metadata=listing.metadata,
         skipped=[*listing.skipped, *_not_read(listing)],
         tied=ties_of(listing.tensors),
-        quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
+        quantized={pair.name: pair.method for pair in pairs_of(listing.tensors)},
         steps=[] if folder is None else steps_in(folder),
         run_time=None if folder is None else sum_up(read_log(folder)),
     )

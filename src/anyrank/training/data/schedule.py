@@ -90,7 +90,7 @@ def slots_of_rank(
         count: number of the step's microbatches.
         rank: its index.
         size: number of ranks.
-        takes_turns: the ranks take turns; otherwise a rank's microbatches are neighbours.
+        takes_turns: the ranks take turns; otherwise a rank's microbatches are neighbors.
     """
     bounds = rank * count // size, (rank + 1) * count // size
     ks = range(rank, count, size) if takes_turns else range(*bounds)

@@ -1,8 +1,8 @@
 """A step's microbatches in rounds, one from each rank, and when their gradients are exchanged.
 
-Without FSDP2 a rank runs neighbouring microbatches, adds up their gradients as far as the tree
+Without FSDP2 a rank runs neighboring microbatches, adds up their gradients as far as the tree
 allows, and exchanges the rest after the last one. FSDP2's units reduce gradients in each backward.
-There the ranks take turns, so that a round's microbatches are neighbours, and units are exchanged
+There the ranks take turns, so that a round's microbatches are neighbors, and units are exchanged
 after each round: the owner of a shard then keeps few nodes of a shard's size. Both ways give the
 same bits, and parameters outside of units can be summed either way.
 """

@@ -225,7 +225,7 @@ def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
     """Return whether the ranks take turns in a step's microbatches, judged by a pass's first model.
 
     FSDP2 reduces gradients in each backward, so with turns a rank keeps only shards of sums. Other
-    gradients are exchanged after the last backward, where neighbouring microbatches add up most.
+    gradients are exchanged after the last backward, where neighboring microbatches add up most.
     """
     return ranks.size > 1 and any(is_fsdp2(module) for module in model.modules())
 

@@ -3,7 +3,7 @@
 The terms 0 to K - 1 are the leaves. Each inner node is the sum of its left and its right half, the
 left one larger by a term if their number is odd. Floating-point addition is commutative but not
 associative, so a node has the same bits wherever it is computed. Whoever holds a run of
-neighbouring leaves can add them up as far as the tree allows and send the few nodes that remain.
+neighboring leaves can add them up as far as the tree allows and send the few nodes that remain.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ def accelerators_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.devi
 
 
 def is_in_use(device: torch.device) -> bool:
-    """Return whether a device is an accelerator that this process has initialised.
+    """Return whether a device is an accelerator that this process has initialized.
 
-    Initialises nothing.
+    Initializes nothing.
     """
     if device.type in ("cpu", "meta"):
         return False

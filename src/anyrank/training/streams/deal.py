@@ -305,7 +305,7 @@ def _choose_lanes(microbatches: Sequence[int], left: Sequence[int]) -> list[int]
         added.append(lane)
         if load + 1 < most[lane]:
             heappush(spare, (load + 1, lane))
-    # In the order of the lanes, so that neighbours, which are one rank's, have few lanes.
+    # In the order of the lanes, so that neighbors, which are one rank's, have few lanes.
     for number, lane in zip(moving, sorted(added), strict=False):
         chosen[number] = lane
     return chosen

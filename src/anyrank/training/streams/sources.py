@@ -165,7 +165,7 @@ class Stream:
             self.transform = resize(self.transform, microbatch)
 
     def digests(self, count: int) -> list[str]:
-        """Digest the first shards for comparison, in DIGESTS parts of neighbours."""
+        """Digest the first shards for comparison, in DIGESTS parts of neighbors."""
         if count not in self._digests:  # each save asks
             bounds = [number * count // DIGESTS for number in range(DIGESTS + 1)]
             self._digests[count] = [

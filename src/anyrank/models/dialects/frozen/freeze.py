@@ -298,7 +298,7 @@ def check_frozen(module: nn.Module, name: str = "") -> None:
             raise CheckpointError(
                 f"{prefix}{key}: is frozen, and was {then} when it was frozen or loaded, but is "
                 f"{now.get(key, 'absent')} now: something writes to it; look for an in-place "
-                "update, apply() of an initialiser, or an optimizer made before freeze()"
+                "update, apply() of an initializer, or an optimizer made before freeze()"
             )
     module.__dict__[FROZEN] = replace(info, versions=_versions(module))
 

@@ -60,7 +60,7 @@ def is_below_merged(entry: Registration) -> bool:
 def unknown_adapters(
     tensors: Sequence[ModelTensor],
     stored: Mapping[int, StoredTensor],
-    initialise: Collection[int],
+    initialize: Collection[int],
     keep: Collection[int],
 ) -> list[str]:
     """Names of adapters, other than plain LoRA, that lack first values or would lose their base.
@@ -71,7 +71,7 @@ def unknown_adapters(
     Args:
         tensors: the tensors of the model.
         stored: tensor -> what fills it.
-        initialise: tensors that a rule is to fill.
+        initialize: tensors that a rule is to fill.
         keep: tensors that keep their values.
     """
     based: dict[int, bool] = {}  # layer whose base is filled -> from a file of the base alone
@@ -91,7 +91,7 @@ def unknown_adapters(
         stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
         # PiSSA and others have taken the adapter out of the base weights.
         of_rest = _choice_of(entry) not in KNOWN_CHOICES and based.get(id(layer), False)
-        if index in initialise or (id(layer) in based and stays) or of_rest:
+        if index in initialize or (id(layer) in based and stays) or of_rest:
             unknown.append(tensor.name)
     return unknown
 

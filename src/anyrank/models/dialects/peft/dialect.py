@@ -32,7 +32,7 @@ class Adapters(Dialect):
         if merged:
             title = "adapters are merged into these layers: call unmerge_adapter() first"
             lines.append(listed(title, merged))
-        unknown = unknown_adapters(match.tensors, match.stored, match.initialise, match.keep)
+        unknown = unknown_adapters(match.tensors, match.stored, match.initialize, match.keep)
         if unknown:
             title = (
                 "not in the source, and no plain LoRA: PEFT may compute these from the base weights"

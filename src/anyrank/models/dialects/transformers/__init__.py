@@ -1,1 +1,1 @@
-"""transformers: renamed and fused keys, quantised files."""
+"""transformers: renamed and fused keys, quantized files."""

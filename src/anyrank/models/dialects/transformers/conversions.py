@@ -78,7 +78,7 @@ class ConvertedNames(Dialect):
         declared: dict[str, str] = getattr(self.inner, "all_tied_weights_keys", None) or {}
         pairs = [
             f"{name} = {declared[name]}"
-            for index in sorted([*match.initialise, *match.keep])
+            for index in sorted([*match.initialize, *match.keep])
             for name in match.tensors[index].registrations[0].names
             if name in declared
         ]

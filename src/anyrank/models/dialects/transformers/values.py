@@ -1,4 +1,4 @@
-"""Quantised files in a match: small numbers with scales become the weights that they stand for."""
+"""Quantized files in a match: small numbers with scales become the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Iterable
 
 from anyrank.files.listing import Listing
 from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
-from anyrank.models.dialects.transformers.dequantise import (
-    dequantised,
+from anyrank.models.dialects.transformers.dequantize import (
+    dequantized,
     packed_in_words,
     packed_weights,
     unknown_method,
     without_scales,
 )
-from anyrank.models.dialects.transformers.quantised import is_wide, may_be_scaled
+from anyrank.models.dialects.transformers.quantized import is_wide, may_be_scaled
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
 
 
-class QuantisedValues(Dialect):
-    """The quantised tensors of a source."""
+class QuantizedValues(Dialect):
+    """The quantized tensors of a source."""
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether config.json says that a source is quantised, or it has small numbers."""
+        """Return whether config.json says that a source is quantized, or it has small numbers."""
         return any(
-            source.quantisation or any(map(may_be_scaled, source.tensors.values()))
+            source.quantization or any(map(may_be_scaled, source.tensors.values()))
             for source in (case.source, *case.parts.values())
         )
 
     def values(self, listing: Listing) -> Listing:
-        """The source with float32 tensors in place of quantised ones, where weights are wanted.
+        """The source with float32 tensors in place of quantized ones, where weights are wanted.
 
         A live source has the values with which its model computes.
         """
         if self.case.is_live:
             return listing
-        return dequantised(listing, self.case.dtypes, self.case.rename)
+        return dequantized(listing, self.case.dtypes, self.case.rename)
 
     def problems(self, match: ModelMatch) -> list[str]:
         """Report small numbers that would be taken for weights."""

@@ -80,7 +80,7 @@ class ComputedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """A float32 tensor that is computed from two stored ones, each row-major in one file.
 
     Attributes:
@@ -116,7 +116,7 @@ class Quantised:
         """The number of elements computed together: a group of mxfp4, a row of fp8."""
         return self.block[1] if self.method == "mxfp4" else self.shape[-1]
 
-    def with_file_offset(self, base: int) -> Quantised:
+    def with_file_offset(self, base: int) -> Quantized:
         """Return the tensor for a listing whose files start `base` later."""
         return replace(
             self,
@@ -178,7 +178,7 @@ class Pair:
     """Two keys of a source that form one tensor.
 
     Attributes:
-        method: as for `Quantised`.
+        method: as for `Quantized`.
         values, scales: the keys.
         name: the key of the tensor that they form.
     """
@@ -188,7 +188,7 @@ class Pair:
     scales: str
     name: str
 
-    def quantised(self, tensors: Mapping[str, StoredTensor], sizes: object) -> Quantised:
+    def quantized(self, tensors: Mapping[str, StoredTensor], sizes: object) -> Quantized:
         """Interpret the two by their shapes.
 
         Args:
@@ -217,10 +217,10 @@ class Pair:
         for stored in (values, scales):
             if len(stored.chunks) != 1 or stored.chunks[0].strides != row_major(stored.shape):
                 raise LoadError(
-                    f"{stored.name}: its bytes lie in pieces, so it cannot be dequantised while it "
+                    f"{stored.name}: its bytes lie in pieces, so it cannot be dequantized while it "
                     "is read: convert the source to safetensors first (anyrank.convert)"
                 )
-        return Quantised(self.method, values, scales, shape, block)
+        return Quantized(self.method, values, scales, shape, block)
 
     def _block(self, values: StoredTensor, scales: StoredTensor, sizes: object) -> tuple[int, int]:
         *rest, rows, columns = values.shape
@@ -309,7 +309,7 @@ def is_small(dtype: torch.dtype) -> bool:
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is that of weights that are not quantised."""
+    """Return whether a dtype is that of weights that are not quantized."""
     return dtype.is_floating_point and not is_small(dtype)
 
 
@@ -356,7 +356,7 @@ def scales_of(
             if SCALE_WORDS.search(rest) or _extends(stored, weight):
                 tensors_found.append(weight)
         outside = by_name.get(_owner_outside(parts, elsewhere, children) or "")
-        # Not another set of weights, such as `quantised.X`.
+        # Not another set of weights, such as `quantized.X`.
         if outside is not None and stored.numel < outside.numel:
             tensors_found.append(outside)
         for weight in tensors_found:

@@ -1,4 +1,4 @@
-"""Folders of quantised weights, and their values as torch's own reader computes them."""
+"""Folders of quantized weights, and their values as torch's own reader computes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parametrised tensors (weight_norm), which get no first values from any rule."""
+"""Parametrized tensors (weight_norm), which get no first values from any rule."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from anyrank.models.tensors import ModelTensor
 from anyrank.wording import first_few
 
 
-def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
-    """Name parametrised tensors that need first values.
+def parametrized(targets: Iterable[ModelTensor]) -> list[str]:
+    """Name parametrized tensors that need first values.
 
-    The rules of modules know only the tensors that the parametrisation replaced.
+    The rules of modules know only the tensors that the parametrization replaced.
     """
     names = [
         target.name
@@ -23,7 +23,7 @@ def parametrised(targets: Iterable[ModelTensor]) -> list[str]:
     if not names:
         return []
     return [
-        f"{', '.join(first_few(names, 10))}: no rule gives first values to parametrised tensors "
+        f"{', '.join(first_few(names, 10))}: no rule gives first values to parametrized tensors "
         "(weight_norm, ...): build these modules on the CPU (without anyrank.meta()), or load "
         "their weights"
     ]

@@ -1,4 +1,4 @@
-"""Optimizers whose state is quantised in blocks: what is right, and what is refused by name."""
+"""Optimizers whose state is quantized in blocks: what is right, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.testing import run_ranks
 
-PACKAGES = Path(sys.prefix) / "quantised"  # where `make` installs them, apart from all others
+PACKAGES = Path(sys.prefix) / "quantized"  # where `make` installs them, apart from all others
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}  # torchao compiles its steps, with threads that stay
-WIDTH = 128  # a weight has 4096 elements or more, else its state is not quantised
+WIDTH = 128  # a weight has 4096 elements or more, else its state is not quantized
 
 
 pytestmark = pytest.mark.skipif(not PACKAGES.is_dir(), reason=f"there is no {PACKAGES}")

@@ -1,4 +1,4 @@
-"""Quantised sources into sharded models: each rank reads the blocks of its own share."""
+"""Quantized sources into sharded models: each rank reads the blocks of its own share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.quantised import COLUMNS, FP8, ROWS, fp8, mxfp4, read_by_torch, write
+from tests.quantized import COLUMNS, FP8, ROWS, fp8, mxfp4, read_by_torch, write
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard

@@ -1,4 +1,4 @@
-"""Parametrised modules: filled from a source that holds them, else refused by name."""
+"""Parametrized modules: filled from a source that holds them, else refused by name."""
 
 from __future__ import annotations
 

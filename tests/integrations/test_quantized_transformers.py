@@ -1,4 +1,4 @@
-"""Quantised transformers checkpoints: the values that `from_pretrained` dequantises them to."""
+"""Quantized transformers checkpoints: the values that `from_pretrained` dequantizes them to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from tests.quantised import fp8, mxfp4
+from tests.quantized import fp8, mxfp4
 
 import anyrank
 
@@ -36,7 +36,7 @@ def qwen3_moe() -> Any:
 
 
 def save(config: Any, folder: Path) -> None:
-    """A checkpoint of which every weight of an expert, and of attention, is quantised."""
+    """A checkpoint of which every weight of an expert, and of attention, is quantized."""
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

@@ -13,7 +13,7 @@ FORMS: Sequence[Mapping[str, str]] = (
     {"_orig": "", "_mask": ""},
 )
 SUFFIXES = {new: old for form in FORMS for old, new in form.items() if new}
-PARAMETRISED = re.compile(r"(?:^|(?<=\.))parametrizations\.([^.]+)\.(.+)$")
+PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.([^.]+)\.(.+)$")
 
 
 def renamed_parts(names: Collection[str]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def _parts(names: Collection[str]) -> dict[str, tuple[str, str]]:
     pairs: dict[str, tuple[str, str]] = {}
     known = {*names}
     for name in names:
-        match = PARAMETRISED.search(name)
+        match = PARAMETRIZED.search(name)
         if match is not None and match[2] in SUFFIXES:
             whole = name[: match.start()] + match[1]
             pairs[name] = whole, whole + SUFFIXES[match[2]]

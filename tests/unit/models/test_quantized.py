@@ -1,4 +1,4 @@
-"""Quantised sources: dequantised while they are read, bit for bit as torch's own reader does it."""
+"""Quantized sources: dequantized while they are read, bit for bit as torch's own reader does it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.quantised import BLOCK, COLUMNS, FP8, MXFP4, ROWS, fp8, mxfp4, read_by_torch, write
+from tests.quantized import BLOCK, COLUMNS, FP8, MXFP4, ROWS, fp8, mxfp4, read_by_torch, write
 from torch import nn
 
 import anyrank
 from anyrank.files.reader import Reader
-from anyrank.models.dialects.transformers.dequantise import dequantised
-from anyrank.models.dialects.transformers.quantised import MAX_NUMEL
+from anyrank.models.dialects.transformers.dequantize import dequantized
+from anyrank.models.dialects.transformers.quantized import MAX_NUMEL
 from anyrank.sources.source import list_source
 
 
@@ -122,7 +122,7 @@ def test_other_scales(kind: str) -> None:
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """No more than a piece is computed at a time, however much is wanted."""
     folder = fp8_folder(tmp_path / "a", None, rows=4096, columns=512, block=128)
-    listing = dequantised(list_source(folder), {})
+    listing = dequantized(list_source(folder), {})
     (stored,) = listing.tensors.values()
     fetched: list[int] = []
     with Reader(listing, buffer_bytes=1 << 20) as reader:
@@ -160,9 +160,9 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, options:
         stored = {"l.qweight": torch.ones(4, 1, dtype=torch.int32), "l.scales": torch.ones(4)}
     folder = write(tmp_path / "a", stored, {"quant_method": method})
     model = Holder(weight=torch.zeros(4, 4))
-    with pytest.raises(anyrank.LoadError, match=f"quantised by {method}.*before it was quantised"):
+    with pytest.raises(anyrank.LoadError, match=f"quantized by {method}.*before it was quantized"):
         anyrank.load(model, folder, **options)
-    with pytest.raises(anyrank.LoadError, match=f"quantised by {method}"):
+    with pytest.raises(anyrank.LoadError, match=f"quantized by {method}"):
         anyrank.convert(folder, tmp_path / "b", dtype="bfloat16")
     assert torch.equal(model.l.weight, torch.zeros(4, 4))
 
@@ -250,10 +250,10 @@ def test_diff_of_quantised_and_plain(tmp_path: Path) -> None:
 
 def test_inspect_says_what_they_are(tmp_path: Path) -> None:
     found = anyrank.inspect(fp8_folder(tmp_path / "a"))
-    assert found.quantised == {"l.weight": "fp8"}
-    assert "fp8, which `load` dequantises: 1 tensor with their scales" in str(found)
+    assert found.quantized == {"l.weight": "fp8"}
+    assert "fp8, which `load` dequantizes: 1 tensor with their scales" in str(found)
     other = write(tmp_path / "b", {"l.qweight": torch.ones(2)}, {"quant_method": "gptq"})
-    assert any("quantised by gptq" in line for line in anyrank.inspect(other).skipped)
+    assert any("quantized by gptq" in line for line in anyrank.inspect(other).skipped)
 
 
 def test_bytes_in_another_order_are_refused(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_frozen_part_is_refused_8_bit_weights_without_their_scales_as_well(
         model = nn.ModuleDict({"part": anyrank.freeze(two_layers(), source=folder)})
         model["rest"] = nn.Linear(2, 2)
     plain = {"rest.weight": torch.ones(2, 2), "rest.bias": torch.ones(2)}
-    what = "is quantised by compressed" if config else r"weight: is torch\.float8_e4m3fn"
+    what = "is quantized by compressed" if config else r"weight: is torch\.float8_e4m3fn"
     for call in (anyrank.plan, anyrank.load):
         with pytest.raises(anyrank.LoadError, match=what):
             call(model, plain)

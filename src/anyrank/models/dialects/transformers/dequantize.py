@@ -1,4 +1,4 @@
-"""Dequantises tensors while they are read.
+"""Dequantizes tensors while they are read.
 
 Each is a file of float32 that is computed from ranges of two others, so every reader of files can
 read it.
@@ -14,13 +14,13 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import FileInfo, Listing
-from anyrank.models.dialects.transformers.quantised import (
+from anyrank.models.dialects.transformers.quantized import (
     ITEM,
     METHODS,
     OWN_SCALES,
     SCALE_INV,
     Pair,
-    Quantised,
+    Quantized,
     blocks_of,
     is_cast_along,
     is_packed,
@@ -38,12 +38,12 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
 
 
-def dequantised(
+def dequantized(
     listing: Listing,
     dtypes: Mapping[str, torch.dtype],
     rename: Callable[[str], str] = lambda key: key,
 ) -> Listing:
-    """The listing with float32 tensors in place of quantised ones, unless these are wanted.
+    """The listing with float32 tensors in place of quantized ones, unless these are wanted.
 
     The tensor of a pair `X_blocks`, `X_scales` is X. If it has three dims, the last two are
     swapped, because transformers holds stacked experts like that. If `X_blocks` itself is wanted as
@@ -60,7 +60,7 @@ def dequantised(
     if unknown_method(listing) is not None:
         return listing
     pairs = pairs_of(listing.tensors)
-    sizes = blocks_of(listing.quantisation, pairs, listing.tensors)
+    sizes = blocks_of(listing.quantization, pairs, listing.tensors)
     holds_small = any(map(is_small, dtypes.values()))
 
     def wanted(key: str) -> torch.dtype | None:
@@ -72,12 +72,12 @@ def dequantised(
         dtype = by_name if by_values is None else by_values
         if holds_small if dtype is None else not is_wide(dtype):
             continue
-        quantised = pair.quantised(listing.tensors, sizes)
-        stored = _computed(pair, quantised, len(files), swapped=by_values is None)
-        files.append(_info(listing, quantised))
+        quantized = pair.quantized(listing.tensors, sizes)
+        stored = _computed(pair, quantized, len(files), swapped=by_values is None)
+        files.append(_info(listing, quantized))
         del tensors[pair.values], tensors[pair.scales]
         tensors[pair.name if by_values is None else pair.values] = stored
-    if listing.quantisation.get("quant_method") == "fp8":
+    if listing.quantization.get("quant_method") == "fp8":
         scaled = set(scales_of(tensors.values()).values())
         for key, stored in tensors.items():
             dtype = wanted(key)
@@ -85,23 +85,23 @@ def dequantised(
             if is_small(stored.dtype) and is_weight and stored.name not in scaled:
                 raise LoadError(
                     f"{key}: is {stored.dtype}, and {key}{SCALE_INV} is not in the source, whose "
-                    "config.json says that it is quantised by fp8: without its scale it is "
+                    "config.json says that it is quantized by fp8: without its scale it is "
                     "another weight: fetch the source again"
                 )
     return replace(listing, tensors=tensors, files=tuple(files))
 
 
-def _computed(pair: Pair, quantised: Quantised, number: int, *, swapped: bool) -> StoredTensor:
-    stored = StoredTensor.contiguous(pair.values, quantised.shape, torch.float32, number, 0)
-    if pair.method == "mxfp4" and len(quantised.shape) == 3 and swapped:
+def _computed(pair: Pair, quantized: Quantized, number: int, *, swapped: bool) -> StoredTensor:
+    stored = StoredTensor.contiguous(pair.values, quantized.shape, torch.float32, number, 0)
+    if pair.method == "mxfp4" and len(quantized.shape) == 3 and swapped:
         return SymbolicTensor(stored).transpose(1, 2).stored
     return stored
 
 
-def _info(listing: Listing, quantised: Quantised) -> FileInfo:
-    source = listing.files[quantised.values.chunks[0].file]
-    path = f"{quantised.values.name} of {source.path}"
-    return FileInfo(path, quantised.numel * ITEM, source.version, computed=quantised)
+def _info(listing: Listing, quantized: Quantized) -> FileInfo:
+    source = listing.files[quantized.values.chunks[0].file]
+    path = f"{quantized.values.name} of {source.path}"
+    return FileInfo(path, quantized.numel * ITEM, source.version, computed=quantized)
 
 
 def without_scales(
@@ -118,7 +118,7 @@ def without_scales(
     its numbers are the weights.
 
     Args:
-        listing: the source, with its known pairs dequantised.
+        listing: the source, with its known pairs dequantized.
         wanted: tensors that become weights of a larger dtype.
         unused: tells whether nobody asks for a key of the source; None if this is not known.
         left_out: keys that the caller knows are not scales.
@@ -154,7 +154,7 @@ def without_scales(
             if stored.name in by_name
             else f"without the scale that other tensors have ({lost[0]})"
         )
-        + ": without the scale it is another weight: dequantise it with the library that made it"
+        + ": without the scale it is another weight: dequantize it with the library that made it"
         + advice
         for stored in small
     ]
@@ -201,13 +201,13 @@ def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> d
 
 def unknown_method(listing: Listing) -> str | None:
     """Explain why a source cannot be read as floating weights; None if it can."""
-    method = listing.quantisation.get("quant_method")
-    if not listing.quantisation or method in METHODS:
+    method = listing.quantization.get("quant_method")
+    if not listing.quantization or method in METHODS:
         return None
     return (
-        f"the source is quantised by {method or 'a method without a name'} (quantization_config in "
-        f"its config.json), and only {' and '.join(METHODS)} are dequantised while they are read: "
-        "give the weights from before it was quantised; or dequantise it with the library that "
+        f"the source is quantized by {method or 'a method without a name'} (quantization_config in "
+        f"its config.json), and only {' and '.join(METHODS)} are dequantized while they are read: "
+        "give the weights from before it was quantized; or dequantize it with the library that "
         "made it (transformers: model.dequantize(), then save_pretrained) and give the result"
     )
 
@@ -227,9 +227,9 @@ def packed_in_words(packed: Mapping[str, str]) -> str:
     """Explain why packed weights, as from `packed_weights`, are not read, and the way out."""
     name, scale = next(iter(packed.items()))
     return (
-        f"{name}: is packed integers with scales beside them ({scale}), a quantised weight of a "
-        f"kind that is not dequantised while it is read ({count(len(packed), 'tensor')}): give the "
-        "weights from before it was quantised; or dequantise it with the library that made it, and "
+        f"{name}: is packed integers with scales beside them ({scale}), a quantized weight of a "
+        f"kind that is not dequantized while it is read ({count(len(packed), 'tensor')}): give the "
+        "weights from before it was quantized; or dequantize it with the library that made it, and "
         f"give the result; or leave it out by rename={ {name: '', scale: ''}!r}"
     )
 

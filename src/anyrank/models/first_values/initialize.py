@@ -31,7 +31,7 @@ Rule = tuple[str, Callable[[], object]]
 OWN_RULES = ("reset_parameters", "_reset_parameters")
 
 
-class Initialiser:
+class Initializer:
     """Fills tensors of one model.
 
     Args:
@@ -137,7 +137,7 @@ class Initialiser:
                     if self.init is not None:
                         raise
                     raise LoadError(
-                        f"{target.name}: {last} fails while it initialises "
+                        f"{target.name}: {last} fails while it initializes "
                         f"({type(error).__name__}: {error}): "
                         "pass init= to anyrank.materialize"
                     ) from error
