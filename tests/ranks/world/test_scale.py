@@ -95,7 +95,7 @@ def test_an_agreement_of_64_ranks_is_small() -> None:
     assert found["agreement"]["packets"] < 800
 
 
-def test_256_ranks_load_their_parts() -> None:
-    """Each checks its own values."""
-    found = phases(256, "parts", 8, 400)
-    assert found["load"]["bytes"] < 256 * 20_000
+def test_96_ranks_load_their_parts() -> None:
+    """Each checks its own values. `make scale` has 256 and 1,024, which leave no core to others."""
+    found = phases(96, "parts", 8, 240)
+    assert found["load"]["bytes"] < 96 * 20_000
