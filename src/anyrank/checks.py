@@ -1,4 +1,4 @@
-"""Checks of arguments. Each error names the argument, the value and what to give."""
+"""Argument checks. Each error names the argument, its value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,32 +10,39 @@ from typing import Any
 
 from torch import nn
 
+from anyrank.wording import alternatives
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 
 
 def _short_text(value: object) -> str:
-    """A value for a message; the type alone if its text has several lines or an address."""
+    """Return a value's text for a message; only its type if the text has lines or an address."""
     text = _short.repr(value)
     return f"<{type(value).__name__}>" if "\n" in text or " at 0x" in text else text
 
 
-def check_type(name: str, value: object, kinds: type | tuple[type, ...], give: str) -> None:
-    """Refuse a value of another type; a bool does not count as an int.
+def _wrong_type(name: str, value: object, expected: str) -> TypeError:
+    text = f"{name}={_short_text(value)}: expected {expected}, got {type(value).__name__}"
+    return TypeError(text)
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Check that a value is an instance of `kinds`; a bool does not count as an int.
 
     Raises:
-        TypeError: says what to `give`.
+        TypeError: names what is `expected`, and the type found.
     """
     kinds_tuple = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds_tuple):
-        raise TypeError(f"{name}={_short_text(value)}: give {give}")
+        raise _wrong_type(name, value, expected)
 
 
 def check_bool(**arguments: object) -> None:
-    """Refuse anything but True and False.
+    """Check that each argument is True or False.
 
     Raises:
-        TypeError: names the argument.
+        TypeError: names the argument that is not.
     """
     for name, value in arguments.items():
         check_type(name, value, bool, "True or False")
@@ -48,22 +55,22 @@ def check_int(
     maximum: int | None = None,
     kind: type = Integral,
 ) -> int:
-    """Return the value as a whole number within the bounds.
+    """Return the value as an int within the bounds.
 
     Raises:
-        TypeError: not of this `kind`.
+        TypeError: not an instance of `kind`.
         ValueError: below `minimum`, or above `maximum`.
     """
     check_type(name, value, kind, "an int")
     if minimum is not None and value < minimum:
-        raise ValueError(f"{name}={value}: give at least {minimum}")
+        raise ValueError(f"{name}={value}: must be at least {minimum}")
     if maximum is not None and value > maximum:
-        raise ValueError(f"{name}={value}: give at most {maximum}")
+        raise ValueError(f"{name}={value}: must be at most {maximum}")
     return int(value)
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse anything but a number of at least 0; NaN is refused too.
+    """Check that a value is a number of at least 0; NaN is not.
 
     Raises:
         TypeError: not a real number.
@@ -71,7 +78,7 @@ def check_number(name: str, value: Any) -> None:
     """
     check_type(name, value, Real, "a number")
     if not value >= 0:
-        raise ValueError(f"{name}={value}: give at least 0")
+        raise ValueError(f"{name}={value}: must be at least 0")
 
 
 def as_float(name: str, value: Any) -> float:
@@ -83,29 +90,27 @@ def as_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError(f"{name}= is too large for a float: give at most 1.8e308") from error
+        raise ValueError(f"{name}= is too large for a float: must be at most 1.8e308") from error
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse anything but the choices.
+    """Check that a value is one of the choices.
 
     Raises:
         ValueError: names the choices.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            f"{name}={_short_text(value)} is unknown: give one of {', '.join(choices)}"
-        )
+        raise ValueError(f"{name}={_short_text(value)}: must be {alternatives(choices)}")
 
 
-def check_function(name: str, value: object, give: str = "a function") -> None:
-    """Refuse a value that cannot be called.
+def check_function(name: str, value: object, expected: str = "a function") -> None:
+    """Check that a value can be called.
 
     Raises:
-        TypeError: says what to `give`.
+        TypeError: names what is `expected`, and the type found.
     """
     if not callable(value):
-        raise TypeError(f"{name}={_short_text(value)}: give {give}")
+        raise _wrong_type(name, value, expected)
 
 
 def check_path(name: str, value: Any) -> str:
@@ -113,31 +118,34 @@ def check_path(name: str, value: Any) -> str:
 
     Raises:
         TypeError: neither text nor a path.
-        ValueError: it is empty.
+        ValueError: empty, or a path of bytes.
     """
     check_type(name, value, (str, os.PathLike), "a path or a URL")
     path: object = os.fspath(value)
     if not isinstance(path, str) or not path:
-        raise ValueError(f"{name}={_short_text(value)}: give a path or a URL")
+        raise ValueError(f"{name}={_short_text(value)}: must be a non-empty path or URL")
     return path
 
 
 def check_names(name: str, value: Any) -> None:
-    """Refuse anything but a list of names; text alone would be read as its letters.
+    """Check that a value is a list of names; a str would be read as a list of its letters.
 
     Raises:
-        TypeError: says what to give.
+        TypeError: names the type found.
     """
-    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
-    if not is_list or not all(isinstance(item, str) for item in value):
-        raise TypeError(f"{name}={_short_text(value)}: give a list of names")
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes)):
+        raise _wrong_type(name, value, "a list of names")
+    for item in value:
+        if not isinstance(item, str):
+            text = f"{name}={_short_text(value)}: expected a list of names"
+            raise TypeError(f"{text}, got {type(item).__name__} in it")
 
 
 def check_model(model: object, name: str = "model") -> None:
-    """Refuse anything but a module.
+    """Check that an argument is a module.
 
     Raises:
-        TypeError: names the type.
+        TypeError: names the type found.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{name}= takes a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"{name}=: expected a torch.nn.Module, got {type(model).__name__}")

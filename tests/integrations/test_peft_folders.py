@@ -418,7 +418,7 @@ def test_a_base_that_was_saved_or_is_missing_is_named(tmp_path: Path) -> None:
         ckpts.resume()
     with pytest.raises(ValueError, match="give model="):
         anyrank.TrainState(base="x")
-    with pytest.raises(TypeError, match="base=3: give a path"):
+    with pytest.raises(TypeError, match="base=3: expected a path"):
         anyrank.TrainState(model, base=3)
     with torch.device("meta"):
         outline = build("llama").requires_grad_(False)

@@ -13,6 +13,15 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.checks import (
+    check_bool,
+    check_choice,
+    check_function,
+    check_int,
+    check_model,
+    check_names,
+    check_path,
+)
 
 WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
 HIDDEN, LABELS = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
@@ -439,3 +448,30 @@ def test_a_sync_without_either_end_is_a_value_error() -> None:
 def test_a_home_folder_that_no_shell_has_expanded_is_refused(call: Callable[[str], Any]) -> None:
     with pytest.raises(ValueError, match=r"~/a: ~ is expanded by a shell alone: give os\.path\."):
         call("~/a")
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (lambda: check_int("keep", 1, 2), "keep=1: must be at least 2"),
+        (lambda: check_int("seed", 9, maximum=8), "seed=9: must be at most 8"),
+        (lambda: check_int("seed", 8.0), "seed=8.0: expected an int, got float"),
+        (lambda: check_bool(exact=1), "exact=1: expected True or False, got int"),
+        (lambda: check_function("fn", None), "fn=None: expected a function, got NoneType"),
+        (
+            lambda: check_choice("missing", "foo", ("error", "init", "keep")),
+            "missing='foo': must be 'error', 'init' or 'keep'",
+        ),
+        (lambda: check_choice("init", 3, ("auto",)), "init=3: must be 'auto'"),
+        (lambda: check_names("skip", "data"), "skip='data': expected a list of names, got str"),
+        (lambda: check_names("skip", [3]), "skip=[3]: expected a list of names, got int in it"),
+        (lambda: check_path("dst", ""), "dst='': must be a non-empty path or URL"),
+        (lambda: check_model({}), "model=: expected a torch.nn.Module, got dict"),
+    ],
+)
+def test_every_check_says_what_is_wrong_with_the_value(
+    check: Callable[[], object], text: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        check()
+    assert str(caught.value) == text

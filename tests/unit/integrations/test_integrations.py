@@ -134,7 +134,7 @@ def test_a_run_of_a_framework_refuses_options_that_it_does_not_have() -> None:
     state = anyrank.TrainState
     with pytest.raises(TypeError, match="'evry' is no option of a run: it takes microbatch, seed"):
         FrameworkRun("runs/a", state, global_batch=4, say=print, evry=3)
-    with pytest.raises(ValueError, match="keep=1: give at least 2"):
+    with pytest.raises(ValueError, match="keep=1: must be at least 2"):
         FrameworkRun("runs/a", state, global_batch=4, say=print, keep=1)
 
 

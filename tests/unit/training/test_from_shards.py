@@ -603,7 +603,7 @@ def test_row_counts_name_the_file_and_count_anew_what_is_damaged(tmp_path: Path)
     with pytest.raises(OSError, match="directory") as caught:
         anyrank.row_counts([lines, tmp_path / "b.jsonl"])
     assert caught.value.__notes__ == [f"raised by row_counts, {tmp_path / 'b.jsonl'}"]
-    with pytest.raises(TypeError, match=r"paths='a.jsonl': give a list of paths"):
+    with pytest.raises(TypeError, match=r"paths='a.jsonl': expected a list of paths, got str"):
         anyrank.row_counts("a.jsonl")
 
 

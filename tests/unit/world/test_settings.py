@@ -42,5 +42,5 @@ def test_a_load_names_the_knob(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYRANK_BUFFER_BYTES", "9" * 30)
     with pytest.raises(anyrank.AnyrankError, match=r"^ANYRANK_BUFFER_BYTES=9+ is out of bounds"):
         anyrank.load(model, weights)
-    with pytest.raises(ValueError, match=r"buffer_bytes=9+: give at most \d+"):
+    with pytest.raises(ValueError, match=r"buffer_bytes=9+: must be at most \d+"):
         anyrank.load(model, weights, buffer_bytes=int("9" * 30))
