@@ -247,4 +247,5 @@ def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 NOTHING = Listing("nothing", (), {})
 NOT_A_TENSOR = "not a tensor"  # a note of `Listing.skipped`, for a value among the weights
+ABSENT = "None"  # the same for None, which a layer without a bias has in its place
 EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyrank.errors import LoadError, WrongValue
-from anyrank.files.listing import EXTRA_STATE, NOT_A_TENSOR, FileInfo, Listing
+from anyrank.files.listing import ABSENT, EXTRA_STATE, NOT_A_TENSOR, FileInfo, Listing
 from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import is_released
@@ -55,7 +55,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 continue
             if what := what_is_unread(key, value):
                 unreadable[key] = what
-            skipped.append(f"{key}: {what or NOT_A_TENSOR}")
+            skipped.append(f"{key}: {what or (ABSENT if value is None else NOT_A_TENSOR)}")
             continue
         if hasattr(value, "placements"):
             raise LoadError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from anyrank.errors import LoadError, UnsafeFile
-from anyrank.files.listing import EXTRA_STATE, NOT_A_TENSOR
+from anyrank.files.listing import ABSENT, EXTRA_STATE, NOT_A_TENSOR
 from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.sources.readers.memory import extra_of
 from anyrank.sources.readers.pickles import (
@@ -140,7 +140,7 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
         elif isinstance(value, DTensorRef):
             shares.append(key)
         else:
-            content.others.append(f"{key}: {what or NOT_A_TENSOR}")
+            content.others.append(f"{key}: {what or (ABSENT if value is None else NOT_A_TENSOR)}")
             content.unread.update({key: what} if what else {})
     if shares:
         raise LoadError(
