@@ -227,7 +227,8 @@ def job_late(where: str, absent: int) -> tuple[list[str], float]:
 def test_a_rank_that_is_waited_for_is_named_on_every_waiting_rank(where: str, absent: int) -> None:
     for rank, (found, seconds) in enumerate(run_ranks(3, job_late, where, absent)):
         if rank == absent:
-            assert found == [] or where == "test()"
+            # On a busy machine it may wait for another, in its turn.
+            assert not any(f" s for rank {absent}:" in text for text in found)
         else:
             assert found[0].startswith(f"{where}: rank {rank} has waited ")
             assert any(f" s for rank {absent}: make the same calls" in text for text in found)
