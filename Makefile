@@ -57,7 +57,7 @@ test-others: $(READY)
 		$(addprefix --ignore=,$(RANKS) $(PROCESSES)) 2>&1 | sed -u 's/^/others    | /'
 
 # The same constraints but torch's, and setuptools', which each torch bounds for itself.
-# A green result goes into benchmarks/results/compat.json and README's table.
+# A green result goes into benchmarks/results/compat.json and the table of docs/reference.md.
 compat:  ## all tests on another torch, in an environment beside .venv: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "name a version: make compat TORCH=2.15.0"; exit 2; }
 	@mkdir -p build/compat

@@ -1,4 +1,4 @@
-"""Write what pages say of the results: tables and a paragraph, from the result files.
+"""Write the tables on the pages from the result files.
 
 python benchmarks/tables.py
 """
@@ -17,7 +17,7 @@ DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first to the right."""
+    """Return a Markdown table; all columns but the first are aligned right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -26,19 +26,57 @@ Columns = dict[str, Callable[[Any], str]]  # head -> what it says of a row
 
 
 def table_of(rows: Iterable[Any], columns: Columns) -> str:
-    """A table of alike rows."""
+    """Return a table with a column for each entry of `columns`."""
     return table([*columns], [[cell(row) for cell in columns.values()] for row in rows])
 
 
+# The machines of the results, and what they have in common; the page explains the letters.
+MACHINES = {"AMD EPYC": "A", "Intel(R) Xeon(R) Processor @ 2.80GHz": "B"}
+MACHINE = re.compile(
+    r"2 cores of (.+), 24 GiB memory, huge pages madvise, Linux 6\.18\.44-fc-v\d+"
+)
+VERSIONS = {
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "safetensors": "0.8.0",
+    "anyrank": "0.1.0",
+    "torch_checkpointing": "0.1.1",
+}
+
+
 def section(result: dict[str, Any], what: str, *tables: str) -> str:
-    """What was measured, how and where, above its tables."""
-    kinds = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    where = f"`{result['command']}`, {result['date']}: {result['machine']}; {kinds}."
+    """Return what was measured, how and where, above its tables.
+
+    Raises:
+        ValueError: the page does not explain the result's machine.
+    """
+    machine = MACHINE.fullmatch(result["machine"])
+    if machine is None or machine[1] not in MACHINES:
+        raise ValueError(f"{result['command']}: no letter for the machine {result['machine']}")
+    others = [
+        f", {name} {version}"
+        for name, version in result["versions"].items()
+        if VERSIONS.get(name) != version
+    ]
+    letter = MACHINES[machine[1]]
+    where = f"`{result['command']}`, {result['date']}, machine {letter}{''.join(others)}."
     return "\n\n".join([f"{what} {where}".strip(), *tables])
 
 
+def machines(_: dict[str, Any]) -> str:
+    """Return what the letters of the machines stand for, and the versions."""
+    letters = "; ".join(f"{letter}: 2 cores of {name}" for name, letter in MACHINES.items())
+    kinds = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
+    return (
+        f"Machine {letters}. Both have 24 GiB of memory, huge pages on madvise and Linux 6.18.44. "
+        f"Versions: {kinds}."
+    )
+
+
 def with_range(figure: dict[str, float]) -> str:
-    """A median with its range."""
+    """Return a median with its range."""
     return f"{figure['median']:.2f} ({figure['least']:.2f} to {figure['most']:.2f})"
 
 
@@ -46,7 +84,7 @@ def with_range(figure: dict[str, float]) -> str:
 
 
 def load_tables(result: dict[str, Any]) -> str:
-    """Memory and time of every contender, a table for each layout that ran on several counts."""
+    """Return memory and time of every contender, in a table per layout on several rank counts."""
     rows = {(row["group"], row["contender"]): row for row in result["rows"]}
     titles = {row["contender"]: row["title"] for row in result["rows"]}
     sizes_of: dict[tuple[str, str], list[str]] = {}
@@ -75,7 +113,7 @@ def load_tables(result: dict[str, Any]) -> str:
 
 
 def counts(rows: list[dict[str, Any]], key: str) -> str:
-    """How many repetitions there are, and of what fewer."""
+    """Return the number of repetitions, and which contenders have fewer."""
     most: dict[str, int] = {}
     for row in rows:
         if key in row:
@@ -85,12 +123,12 @@ def counts(rows: list[dict[str, Any]], key: str) -> str:
     for title, number in most.items():
         if number < whole:
             fewer.setdefault(number, []).append(title)
-    extra = "".join(f"; {number} of {', '.join(titles)}" for number, titles in fewer.items())
-    return f"n = {whole}{extra}"
+    few = [f"n = {number} for {'; '.join(titles)}" for number, titles in fewer.items()]
+    return f"n = {whole}" + (f" (except {', '.join(few)})" if few else "")
 
 
 def memory_cell(row: dict[str, Any] | None) -> str:
-    """Peak of added memory over the target's bytes."""
+    """Return the peak of added memory over the target's bytes."""
     if row is None:
         return ""
     if "peak_x" not in row:
@@ -99,7 +137,7 @@ def memory_cell(row: dict[str, Any] | None) -> str:
 
 
 def time_cell(row: dict[str, Any] | None) -> str:
-    """Time over the hand-written minimum's."""
+    """Return the time over that of the hand-written minimum."""
     if row is None or "usable_sec" not in row:
         return ""
     if row["contender"] == "hand" or "time_x_hand" not in row:
@@ -109,7 +147,7 @@ def time_cell(row: dict[str, Any] | None) -> str:
 
 
 def memory_row(result: dict[str, Any]) -> str:
-    """The cells of memory in the table of all ways."""
+    """Return the cells of memory in the table of all ways."""
     rows = {(row["group"], row["contender"]): row for row in result["rows"]}
     cells = [
         " / ".join(f"{rows[f'fsdp {kind} 4', way]['peak_x']['most']:.1f}" for kind in DTYPES)
@@ -122,7 +160,7 @@ def memory_row(result: dict[str, Any]) -> str:
 
 
 def trap_table(result: dict[str, Any]) -> str:
-    """Trap by way of loading."""
+    """Return the table of traps and ways of loading."""
     ways = result["ways"]
     body = [
         [row["title"], *(bold(row["cells"][way]["verdict"]) for way in ways)]
@@ -132,12 +170,12 @@ def trap_table(result: dict[str, Any]) -> str:
 
 
 def bold(verdict: str) -> str:
-    """A cell, with what is silently wrong made to stand out."""
+    """Return a cell, in bold if the result is silently wrong."""
     return f"**{verdict}**" if verdict.startswith("SILENT") else verdict
 
 
 def frozen_table(result: dict[str, Any]) -> str:
-    """What a frozen part costs under DDP."""
+    """Return the table of a frozen part's cost under DDP."""
     columns: Columns = {
         "": lambda row: row["title"],
         "sent at construction": lambda row: amount(row["frozen_built_bytes"]),
@@ -150,7 +188,7 @@ def frozen_table(result: dict[str, Any]) -> str:
 
 
 def amount(nbytes: int) -> str:
-    """Bytes, in MiB when there are many."""
+    """Return bytes, in MiB if there are many."""
     return f"{nbytes / MIB:.0f} MiB" if nbytes >= MIB else f"{nbytes} B"
 
 
@@ -174,7 +212,7 @@ LOSSES = {
 
 
 def mlp_table(result: dict[str, Any]) -> str:
-    """Bytes by number of tiles, calls and time of a tiled MLP."""
+    """Return the table of a tiled MLP: MiB by number of tiles, calls and time."""
     mib = {(row["way"], row["tiles"]): row["mib"] for row in result["mlp"]}
     times = {row["way"]: row["ratio"]["median"] for row in result["mlp_time"]}
     calls, tiles = result["nested_calls"], (16, 32, 64)
@@ -183,22 +221,27 @@ def mlp_table(result: dict[str, Any]) -> str:
         for way, title in MLPS.items()
     ]
     runs = "runs of the MLP in a recomputed block"
-    return table(["", *(f"{n} tiles" for n in tiles), runs, "time"], body)
+    head = ["", *(f"{n} tiles" for n in tiles), runs, "time"]
+    what = "An MLP of 4096 and 14336 in bf16 with 65536 tokens, in MiB beyond output and gradients."
+    return section(result, what, table(head, body))
 
 
 def loss_table(result: dict[str, Any]) -> str:
-    """Bytes of a tiled loss by number of tokens."""
+    """Return the table of a tiled loss: MiB by number of tokens."""
     mib = {(row["way"], row["tokens"]): str(row["mib"]) for row in result["loss"]}
     tokens = (4096, 65536)
     body = [[title, *(mib[way, n] for n in tokens)] for way, title in LOSSES.items()]
-    return table(["", *(f"{n} tokens" for n in tokens)], body)
+    what = (
+        "A vocabulary of 128256 with hidden states of 4096 in bf16, in MiB beyond the gradients."
+    )
+    return section(result, what, table(["", *(f"{n} tokens" for n in tokens)], body))
 
 
 # -- integrations ---------------------------------------------------------------------------------
 
 
 def integrations_table(result: dict[str, Any]) -> str:
-    """A training step with an integration, beside the framework alone."""
+    """Return the table of a training step with an integration, beside the framework alone."""
     kinds = ("wall_fastest_tenth", "cpu_fastest_tenth", "wall_median", "cpu_median")
     body = [
         [row["framework"], row["model"], str(row["steps"])]
@@ -217,7 +260,7 @@ def integrations_table(result: dict[str, Any]) -> str:
 
 
 def save_table(result: dict[str, Any]) -> str:
-    """Medians of every way, then the ratios with their goals."""
+    """Return the medians of every way, then the ratios with their goals."""
     rows, titles = result["rows"], result["titles"]
     saves = [
         [titles[kind], f"{row['seconds']:.2f}", stall(row), f"{row['beyond_mib']:.0f}"]
@@ -240,19 +283,19 @@ def save_table(result: dict[str, Any]) -> str:
         result,
         f"{result['mib']} MiB of fp32 parameters and Adam state, FSDP2 on {result['ranks']} ranks, "
         f"n = {result['n']}.",
-        table(["save", "durable after s", "stall s", "MiB a rank beyond the share"], saves),
+        table(["save", "durable after s", "stall s", "MiB per rank beyond its share"], saves),
         table(["load", *(f"{move} ranks, s" for move in moves)], loads),
         table_of(result["ratios"], ratios),
     )
 
 
 def stall(row: dict[str, Any]) -> str:
-    """How long the training stands still: for all of a save that is not in the background."""
+    """Return how long the training stops: for a whole save, if it is not in the background."""
     return f"{row['stall_seconds'] or row['seconds']:.2f}"
 
 
 def kill_table(result: dict[str, Any]) -> str:
-    """The worst outcome of each contender by event, of which there are fewer."""
+    """Return the worst outcome of each contender, with a column for each event."""
     rows = result["rows"]
     body = [
         [title, *(bold(row["cells"][way]["verdict"]) for row in rows)]
@@ -263,22 +306,82 @@ def kill_table(result: dict[str, Any]) -> str:
 
 
 def instants(row: dict[str, Any]) -> str:
-    """At how many instants an event was tried, where that is more than one."""
+    """Return the number of instants at which an event was tried; nothing for one."""
     counts = sorted({sum(cell["instants"].values()) for cell in row["cells"].values()})
     if counts == [1]:
         return ""
     return f" ({'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} instants)"
 
 
+CONVERSIONS = {
+    "cp": "`cp`",
+    "safetensors": "`convert`, safetensors to safetensors",
+    "cast to bf16": "the same, cast to bfloat16",
+    "run": "`convert`, a run to safetensors",
+    "dcp": "`convert`, safetensors to DCP",
+    "torch from dcp": "`convert`, DCP to a torch file",
+    "dcp_to_torch_save": "torch's `dcp_to_torch_save`",
+}
+
+
+def convert_table(result: dict[str, Any]) -> str:
+    """Return the table of conversions: speed beside `cp`, and memory."""
+    body = [
+        [
+            title,
+            f"{statistics.median(result['ways'][way]['seconds']):.2f}",
+            f"{result['ways'][way]['speed_over_cp']:.2f}",
+            f"{result['ways'][way]['anon_mib']:.0f}",
+        ]
+        for way, title in CONVERSIONS.items()
+    ]
+    what = f"{result['mib']} MiB, medians of {result['repeats']}."
+    head = ["", "seconds", "speed / `cp`", "MiB of memory beyond torch's"]
+    return section(result, what, table(head, body))
+
+
+def checked_table(result: dict[str, Any]) -> str:
+    """Return the cost of the checks of saves and resumes."""
+    figures = result["figures"]
+    verified = [
+        [f"on {ranks} rank{'s' * (ranks > 1)}{from_disk}"]
+        + [
+            with_range(figures[f"verified, saved on 2, resumed on {ranks}{from_disk}, {kind}"])
+            for kind in ("clock", "cpu")
+        ]
+        for from_disk in ("", ", from the disk")
+        for ranks in (2, 1)
+    ]
+    beyond = [
+        f"{figures[f'bytes beyond, saved on 4, resumed on {ranks}']['median']:.1%} on {ranks}"
+        for ranks in (1, 2, 3)
+    ]
+    first = figures["verified, saved on 2, resumed on 2, clock"]
+    every, replicas = figures["replicas_every=100"], figures["replicas"]
+    head = ["resume of a save of 2 ranks", "time, verify=True / verify=False", "CPU time"]
+    return section(
+        result,
+        f"{result['verified_mib']} MiB, n = {first['n']}, goal {first['goal']:g}.",
+        table(head, verified),
+        f"- Verification reads whole blocks of 64 KiB. Beyond the bytes that a resume needs, of a "
+        f"save of 4 ranks, it reads {', '.join(beyond)} ranks (goal 2 %).\n"
+        f"- Comparing the replicas takes {replicas['median']:.1%} of ten saves "
+        f"({replicas['least']:.1%} to {replicas['most']:.1%}, n = {replicas['n']}).\n"
+        f"- `replicas_every=100` takes {every['median']:.2%} of the time ({every['least']:.2%} to "
+        f"{every['most']:.2%}, n = {every['n']}): one comparison of {result['replicas_mib']} MiB "
+        "on each of 2 ranks in a hundred steps.",
+    )
+
+
 # -- live weights, a killed rank, the same bits ---------------------------------------------------
 
 
 def sync_table(result: dict[str, Any]) -> str:
-    """Weights from one layout into another: time, memory and bytes, beside the other ways."""
+    """Return the table of syncs between layouts: time, memory and bytes, beside other ways."""
     columns: Columns = {
         "weights, ranks: way": lambda row: f"{row['mib']} MiB, {row['case']}: {row['way']}",
         "seconds": lambda row: f"{row['median_sec']:.2f}",
-        "anyrank / it": lambda row: f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else "",
+        "time of anyrank / it": lambda row: f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else "",
         "most MiB beside the shares": lambda row: f"{max(row['memory_mib']):.0f}",
         "MiB sent": lambda row: f"{sum(row['sent_mib']):.0f}",
     }
@@ -294,7 +397,7 @@ KILLS = {
 
 
 def peers_table(result: dict[str, Any]) -> str:
-    """From SIGKILL of a rank to the next optimizer step, and to the first that is new."""
+    """Return the times from SIGKILL of a rank to the next step, and to the first new one."""
     body: list[list[str]] = []
     for name, title in KILLS.items():
         cells = [title]
@@ -305,10 +408,10 @@ def peers_table(result: dict[str, Any]) -> str:
         body.append(cells)
     what = (
         f"SIGKILL of 1 of {result['ranks']} ranks in step {result['killed_in_step']}, a save every "
-        f"{result['every']} steps, n = {len(result['runs']['memory'])}; in brackets the median "
-        "ratio to torchrun in the same repetition."
+        f"{result['every']} steps, n = {len(result['runs']['memory'])}. In parentheses: the "
+        "median ratio to torchrun in the same repetition."
     )
-    head = ["", "until a step", "until the first step that is new"]
+    head = ["", "until the next step", "until the first new step"]
     return section(result, what, table(head, body))
 
 
@@ -321,7 +424,7 @@ RATIOS = (
 
 
 def exact_table(result: dict[str, Any]) -> str:
-    """What exact=True costs, and which runs had the same bits."""
+    """Return the cost of exact=True, and the runs that had the same bits."""
     times, bits = result["times"], result["bits"]
     goals = {f"{name} / {other}": most for name, other, most in RATIOS}
     body = [
@@ -343,7 +446,7 @@ def exact_table(result: dict[str, Any]) -> str:
 
 
 def beside_goal(figure: float, goal: float) -> str:
-    """A figure, the most that it was to be, and whether it is."""
+    """Return a figure with its goal, and whether the goal is met."""
     verdict = "met" if round(figure, 2) <= round(goal, 2) else "missed"
     return f"{figure:.2f} (goal {goal:.2f}, {verdict})"
 
@@ -352,20 +455,20 @@ def beside_goal(figure: float, goal: float) -> str:
 
 
 def streams_table(result: dict[str, Any]) -> str:
-    """What each tool has lost or read twice, and the time of an epoch beside a DataLoader."""
+    """Return the rows that each tool lost or repeated, and an epoch's time beside a DataLoader."""
     columns: Columns = {
         "": lambda row: f"{row['tool']} {row['version']}".strip() + f": {row['title']}",
         "rows lost": lambda row: str(row.get("lost", row.get("not_run"))),
         "rows seen twice": lambda row: str(row.get("twice", "")),
-        "steps with other rows": lambda row: str(row.get("other_steps", "")),
+        "steps with different rows": lambda row: str(row.get("other_steps", "")),
         "steps": lambda row: str(row.get("steps", "")),
     }
     times: Columns = {
-        "workers of an epoch": lambda row: str(row["workers"]),
-        "rows of a microbatch": lambda row: str(row["microbatch"]),
-        "DataLoader, us a row": lambda row: f"{row['us_a_row']['DataLoader']:.1f}",
-        "anyrank": lambda row: f"{row['us_a_row']['anyrank']:.1f}",
-        "of its speed": lambda row: "{median:.2f} ({least:.2f} to {most:.2f})".format_map(
+        "workers": lambda row: str(row["workers"]),
+        "rows per microbatch": lambda row: str(row["microbatch"]),
+        "DataLoader, us per row": lambda row: f"{row['us_a_row']['DataLoader']:.1f}",
+        "anyrank, us per row": lambda row: f"{row['us_a_row']['anyrank']:.1f}",
+        "speed of anyrank / DataLoader": lambda row: "{median:.2f} ({least:.2f} to {most:.2f})".format_map(
             row["speed"]
         ),
     }
@@ -374,7 +477,7 @@ def streams_table(result: dict[str, Any]) -> str:
 
 
 def scale_table(result: dict[str, Any]) -> str:
-    """Bytes of all ranks in each phase, and its seconds."""
+    """Return the bytes that all ranks send in each phase, and its seconds."""
     rows = {(row["phase"], row["ranks"]): row for row in result["rows"]}
     sizes = sorted({size for _, size in rows})
     phases = dict.fromkeys(phase for phase, _ in rows)
@@ -389,7 +492,7 @@ def scale_table(result: dict[str, Any]) -> str:
 
 
 def scale_rows(result: dict[str, Any]) -> str:
-    """The README's rows: a load and a save beside DCP's, by the number of ranks."""
+    """Return the README's rows: a load and a save beside DCP's, by number of ranks."""
     rows = {(row["phase"], row["ranks"]): row for row in result["rows"]}
     sizes = sorted({size for _, size in rows})
 
@@ -403,7 +506,7 @@ def scale_rows(result: dict[str, Any]) -> str:
 
 
 def between(section: str) -> str:
-    """Where the text of a section stands: between its two marker comments."""
+    """Return a pattern for the text of a section, between its two marker comments."""
     return (
         rf"(<!-- {section}: made by benchmarks/tables.py -->\n\n).*?(\n\n<!-- end of {section} -->)"
     )
@@ -416,12 +519,13 @@ PAGES: dict[str, list[Section]] = {
         (r"(\n\n)\| anyrank / DCP \|.*?(\n\n)", "scale", scale_rows),
         MEMORY_ROW,
     ],
-    "docs/memory.md": [
+    "docs/benchmarks.md": [
+        (between("machines"), "load", machines),
+        MEMORY_ROW,
         (between("mlp"), "memory", mlp_table),
         (between("loss"), "memory", loss_table),
-    ],
-    "docs/benchmarks.md": [
-        MEMORY_ROW,
+        (between("convert"), "convert", convert_table),
+        (between("checked"), "checked", checked_table),
         (between("load"), "load", load_tables),
         (between("traps"), "traps", trap_table),
         (between("frozen"), "frozen", frozen_table),
@@ -438,10 +542,10 @@ PAGES: dict[str, list[Section]] = {
 
 
 def filled(name: str) -> str:
-    """A page with what is made from results written anew.
+    """Return a page with its tables made again from the results.
 
     Raises:
-        ValueError: the page has no place for it, or several.
+        ValueError: the page has no place for a table, or several.
     """
     page = (ROOT / name).read_text(encoding="utf-8")
     for place, result, make in PAGES[name]:

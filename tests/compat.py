@@ -1,5 +1,5 @@
 """Sums up a log of `make compat`: what passed on a torch version, printed, and where nothing failed
-kept as a result and in README's table.
+kept as a result and in the table of docs/reference.md.
 
 Called by the Makefile with the Python of that version's environment, and the log; the log of an
 earlier commit is followed by that commit. It exits with 1 if a test failed, or if the log has not
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "compat.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "reference.md"
 SESSIONS = ("ranks", "processes", "others")
 COUNTED = ("passed", "failed", "errors", "skipped")
 Row = dict[str, Any]
@@ -53,23 +53,23 @@ def keep(row: Row, result: Row) -> Row:
 
 
 def table(result: Row) -> list[str]:
-    """The lines of README's table: an error in a test's set-up counts as failed."""
-    lines = ["| torch | Python | passed | failed | skipped |", "| --- " * 5 + "|"]
+    """The lines of the page's table: an error in a test's set-up counts as failed."""
+    lines = ["| torch | Python | passed | failed | skipped | commit |", "| --- " * 6 + "|"]
     for row in result["rows"]:
         failed = row["failed"] + row["errors"]
-        cells = (row["torch"], row["python"], row["passed"], failed, row["skipped"])
+        cells = (row["torch"], row["python"], row["passed"], failed, row["skipped"], row["commit"])
         lines.append("| " + " | ".join(f"{cell}" for cell in cells) + " |")
     return lines
 
 
-def record(row: Row, kept: Path, readme: Path) -> bool:
-    """Keep a version's row, and write README's table; only of a green run, so that a red one does
+def record(row: Row, kept: Path, page: Path) -> bool:
+    """Keep a version's row, and write the page's table; only of a green run, so that a red one does
     not fail the next.
 
     Args:
         row: of the run.
         kept: the results so far.
-        readme: has a table already.
+        page: has a table already.
 
     Returns:
         Whether it was green.
@@ -80,9 +80,9 @@ def record(row: Row, kept: Path, readme: Path) -> bool:
     result = keep(row, before)
     kept.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     lines = "\n".join(table(result))
-    text = readme.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     text = re.sub(r"\| torch \| Python \|.*?(?=\n\n)", lines, text, flags=re.DOTALL)
-    readme.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
     return True
 
 
@@ -104,7 +104,7 @@ def main() -> None:
         "device": "none, gloo",
         "commit": commit_of(sys.argv[2] if len(sys.argv) > 2 else "HEAD"),
     }
-    is_green = record(row, RESULT, README)
+    is_green = record(row, RESULT, PAGE)
     print(f"torch {row['torch']}: " + ", ".join(f"{row[kind]} {kind}" for kind in COUNTED))
     for line in row["failures"]:
         print(f"  failed: {line}")

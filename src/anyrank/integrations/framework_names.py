@@ -1,7 +1,7 @@
 """The private or overridden names of frameworks that the integrations use, as they were tested.
 
 Such a name may mean something else in another version. At import each is compared with this table;
-docs/design.md says what they are for.
+docs/dev/private-names.md says what they are for.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def open_pairs(state: GroupState) -> Any:
 
     It writes this rank's address into the store, and waits for nobody.
     """
-    # torch has no public way to it; see docs/design.md. new_group() would share its names and
+    # torch has no public way; see docs/dev/private-names.md. new_group() would share its names and
     # keys with the user's groups.
     gloo: Any = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

@@ -55,7 +55,7 @@ def test_the_recorded_results_reach_their_goals(module: Import, name: str) -> No
     assert len(goals) == GOALS[name]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/memory.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
 def test_a_page_holds_the_figures_of_the_results(module: Import, page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert module("tables").filled(page) == text, "run `python benchmarks/tables.py`"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.compat import README, RESULT, read_log, record, table
+from tests.compat import PAGE, RESULT, read_log, record, table
 
 from anyrank.versions import TESTED_TORCH
 
@@ -39,20 +39,20 @@ def test_every_kept_result_is_green_and_names_its_skips() -> None:
         assert bool(row["skips"]) == bool(row["skipped"]), row["torch"]
 
 
-def test_the_table_of_support_in_the_readme_is_that_of_the_kept_results() -> None:
+def test_the_table_of_support_on_the_page_is_that_of_the_kept_results() -> None:
     lines = table(json.loads(RESULT.read_text(encoding="utf-8")))
-    assert "\n".join(lines) in README.read_text(encoding="utf-8")
+    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8")
 
 
-def test_a_green_run_alone_is_kept_and_comes_into_the_readme(tmp_path: Path) -> None:
-    kept, readme = tmp_path / "compat.json", tmp_path / "README.md"
-    readme.write_text("before\n\n| torch | Python |\n| --- |\n| 1 | 2 |\n\nafter\n", "utf-8")
-    row = read_log(LOG) | {"torch": "2.15.0", "python": "3.11.7"}
-    before = readme.read_text("utf-8")
-    assert not record(row, kept, readme)
+def test_only_a_green_run_is_kept_and_comes_onto_the_page(tmp_path: Path) -> None:
+    kept, page = tmp_path / "compat.json", tmp_path / "reference.md"
+    page.write_text("before\n\n| torch | Python |\n| --- |\n| 1 | 2 |\n\nafter\n", "utf-8")
+    row = read_log(LOG) | {"torch": "2.15.0", "python": "3.11.7", "commit": "0123abcde"}
+    before = page.read_text("utf-8")
+    assert not record(row, kept, page)
     assert not kept.exists()
-    assert readme.read_text("utf-8") == before
+    assert page.read_text("utf-8") == before
     row |= {"failed": 0, "errors": 0}
-    assert record(row, kept, readme)
+    assert record(row, kept, page)
     table_now = "\n".join(table(json.loads(kept.read_text("utf-8"))))
-    assert readme.read_text("utf-8") == f"before\n\n{table_now}\n\nafter\n"
+    assert page.read_text("utf-8") == f"before\n\n{table_now}\n\nafter\n"

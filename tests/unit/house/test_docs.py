@@ -580,9 +580,9 @@ def test_every_fault_point_is_told_of() -> None:
 
 def test_versions_are_those_of_the_constraints() -> None:
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
-    rows = [line for line in read("design.md").splitlines() if line.startswith("| anyrank | ")]
+    rows = [line for line in read("reference.md").splitlines() if line.startswith("| anyrank | ")]
     packages = [cell.strip().lower() for cell in rows[0].strip("|").split("|")][1:-1]
-    row = next(line for line in read("design.md").splitlines() if line.startswith("| 0."))
+    row = next(line for line in read("reference.md").splitlines() if line.startswith("| 0."))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert anyrank.__version__.startswith(cells[0])
     assert cells[1:-1] == [pins[package] for package in packages]
@@ -737,7 +737,7 @@ def private_names(sources: dict[Path, str]) -> set[str]:
 
 def test_every_private_name_of_others_is_told_of() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in SRC.rglob("*.py")}
-    assert lacks(read("design.md"), sorted(private_names(sources))) == []
+    assert lacks(read("dev/private-names.md"), sorted(private_names(sources))) == []
 
 
 def test_a_private_name_is_found() -> None:
@@ -752,7 +752,7 @@ def test_the_private_names_of_the_table_of_frameworks_are_told_of() -> None:
     names = {n for classes in table.values() for names in classes.values() for n in names}
     private = sorted(name for name in names if name.startswith("_"))
     assert len(private) > 20
-    assert lacks(read("design.md"), private) == []
+    assert lacks(read("dev/private-names.md"), private) == []
     folder = SRC / "integrations"
     sources = {path: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
     classes = {path.rpartition(".")[2] for classes in table.values() for path in classes}

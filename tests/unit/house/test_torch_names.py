@@ -1,4 +1,4 @@
-"""The private names of torch that docs/design.md lists exist in the torch that is installed.
+"""The private names of torch that docs/dev/private-names.md lists exist in the installed torch.
 
 The table says for each tested version which names it has; `make compat` runs this on each. A name
 that goes is then a failed test that names it, and not an AttributeError in somebody's training.
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.versions import TESTED_TORCH
 
-PAGE = Path(__file__).parents[3] / "docs" / "design.md"
+PAGE = Path(__file__).parents[3] / "docs" / "dev" / "private-names.md"
 Owners = dict[str, Callable[[], Any]]
 
 

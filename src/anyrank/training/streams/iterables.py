@@ -1,9 +1,9 @@
 """Datasets that cut themselves into shards, such as Hugging Face's IterableDataset.
 
 How a stream of `datasets` treats its rows is read off its chain of steps, which it keeps under
-private names (docs/design.md). A step that treats each row alone, such as `map`, is done by shard.
-One that counts rows over the whole stream, such as `take`, keeps its meaning only in one shard. One
-that mixes rows with a generator of its own, or has divided them already, is refused.
+private names (docs/dev/private-names.md). A step that treats each row by itself, such as `map`, is
+done by shard. One that counts rows over the whole stream, such as `take`, keeps its meaning only in
+one shard. One that mixes rows with its own generator, or has divided them already, is refused.
 """
 
 from __future__ import annotations
