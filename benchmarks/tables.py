@@ -340,6 +340,11 @@ def convert_table(result: dict[str, Any]) -> str:
     return section(result, what, table(head, body))
 
 
+def percent(share: float, digits: int) -> str:
+    """Return a share as percent."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def checked_table(result: dict[str, Any]) -> str:
     """Return the cost of the checks of saves and resumes."""
     figures = result["figures"]
@@ -353,7 +358,7 @@ def checked_table(result: dict[str, Any]) -> str:
         for ranks in (2, 1)
     ]
     beyond = [
-        f"{figures[f'bytes beyond, saved on 4, resumed on {ranks}']['median']:.1%} on {ranks}"
+        percent(figures[f"bytes beyond, saved on 4, resumed on {ranks}"]["median"], 1)
         for ranks in (1, 2, 3)
     ]
     first = figures["verified, saved on 2, resumed on 2, clock"]
@@ -363,13 +368,15 @@ def checked_table(result: dict[str, Any]) -> str:
         result,
         f"{result['verified_mib']} MiB, n = {first['n']}, goal {first['goal']:g}.",
         table(head, verified),
-        f"- Verification reads whole blocks of 64 KiB. Beyond the bytes that a resume needs, of a "
-        f"save of 4 ranks, it reads {', '.join(beyond)} ranks (goal 2 %).\n"
-        f"- Comparing the replicas takes {replicas['median']:.1%} of ten saves "
-        f"({replicas['least']:.1%} to {replicas['most']:.1%}, n = {replicas['n']}).\n"
-        f"- `replicas_every=100` takes {every['median']:.2%} of the time ({every['least']:.2%} to "
-        f"{every['most']:.2%}, n = {every['n']}): one comparison of {result['replicas_mib']} MiB "
-        "on each of 2 ranks in a hundred steps.",
+        f"- A resume of a save of 4 ranks reads {beyond[0]} more than it needs on 1 rank, "
+        f"{beyond[1]} on 2 and {beyond[2]} on 3 (goal 2 %), because it verifies whole blocks of "
+        "64 KiB.\n"
+        f"- Comparing the replicas takes {percent(replicas['median'], 1)} of ten saves "
+        f"({percent(replicas['least'], 1)} to {percent(replicas['most'], 1)}, "
+        f"n = {replicas['n']}).\n"
+        f"- `replicas_every=100` takes {percent(every['median'], 2)} of the time "
+        f"({percent(every['least'], 2)} to {percent(every['most'], 2)}, n = {every['n']}): one "
+        f"comparison of {result['replicas_mib']} MiB on each of 2 ranks in a hundred steps.",
     )
 
 
