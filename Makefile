@@ -84,7 +84,7 @@ bench: $(READY)  ## loading against its peers, on CPU ranks
 	$(VENV_PYTHON) benchmarks/memory.py
 
 scale: $(READY)  ## a thousand real ranks that load, save and resume, in a network of their own
-	$(VENV_PYTHON) benchmarks/scale.py --job parts --sizes 256 1024 --tensors 8
+	$(VENV_PYTHON) benchmarks/scale.py --job parts --sizes 1024 --tensors 8
 	$(VENV_PYTHON) benchmarks/scale.py --job runs --sizes 1024 7 --tensors 8
 
 gpu: $(READY)  ## tests that need a CUDA device

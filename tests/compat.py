@@ -54,10 +54,11 @@ def keep(row: Row, result: Row) -> Row:
 
 def table(result: Row) -> list[str]:
     """The lines of the page's table: an error in a test's set-up counts as failed."""
-    lines = ["| torch | Python | passed | failed | skipped | commit |", "| --- " * 6 + "|"]
+    lines = ["| torch | Python | run on | passed | failed | skipped |", "| --- " * 6 + "|"]
     for row in result["rows"]:
         failed = row["failed"] + row["errors"]
-        cells = (row["torch"], row["python"], row["passed"], failed, row["skipped"], row["commit"])
+        counts = (row["passed"], failed, row["skipped"])
+        cells = (row["torch"], row["python"], row["date"], *counts)
         lines.append("| " + " | ".join(f"{cell}" for cell in cells) + " |")
     return lines
 

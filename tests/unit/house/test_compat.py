@@ -39,15 +39,15 @@ def test_every_kept_result_is_green_and_names_its_skips() -> None:
         assert bool(row["skips"]) == bool(row["skipped"]), row["torch"]
 
 
-def test_the_table_of_support_on_the_page_is_that_of_the_kept_results() -> None:
+def test_the_table_of_versions_is_that_of_the_kept_results() -> None:
     lines = table(json.loads(RESULT.read_text(encoding="utf-8")))
     assert "\n".join(lines) in PAGE.read_text(encoding="utf-8")
 
 
-def test_only_a_green_run_is_kept_and_comes_onto_the_page(tmp_path: Path) -> None:
+def test_only_a_green_run_is_kept_and_comes_into_the_page(tmp_path: Path) -> None:
     kept, page = tmp_path / "compat.json", tmp_path / "reference.md"
     page.write_text("before\n\n| torch | Python |\n| --- |\n| 1 | 2 |\n\nafter\n", "utf-8")
-    row = read_log(LOG) | {"torch": "2.15.0", "python": "3.11.7", "commit": "0123abcde"}
+    row = read_log(LOG) | {"torch": "2.15.0", "python": "3.11.7", "date": "2026-11-27"}
     before = page.read_text("utf-8")
     assert not record(row, kept, page)
     assert not kept.exists()
