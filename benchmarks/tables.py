@@ -32,9 +32,7 @@ def table_of(rows: Iterable[Any], columns: Columns) -> str:
 
 # The machines of the results, and what they have in common; the page explains the letters.
 MACHINES = {"AMD EPYC": "A", "Intel(R) Xeon(R) Processor @ 2.80GHz": "B"}
-MACHINE = re.compile(
-    r"2 cores of (.+), 24 GiB memory, huge pages madvise, Linux 6\.18\.44-fc-v\d+"
-)
+MACHINE = re.compile(r"2 cores of (.+), 24 GiB memory, huge pages madvise, Linux 6\.18\.44-fc-v\d+")
 VERSIONS = {
     "python": "3.11.7",
     "torch": "2.13.0+cpu",
@@ -231,9 +229,7 @@ def loss_table(result: dict[str, Any]) -> str:
     mib = {(row["way"], row["tokens"]): str(row["mib"]) for row in result["loss"]}
     tokens = (4096, 65536)
     body = [[title, *(mib[way, n] for n in tokens)] for way, title in LOSSES.items()]
-    what = (
-        "A vocabulary of 128256 with hidden states of 4096 in bf16, in MiB beyond the gradients."
-    )
+    what = "A vocabulary of 128256 with hidden states of 4096 in bf16, in MiB beyond the gradients."
     return section(result, what, table(["", *(f"{n} tokens" for n in tokens)], body))
 
 
@@ -388,7 +384,9 @@ def sync_table(result: dict[str, Any]) -> str:
     columns: Columns = {
         "weights, ranks: way": lambda row: f"{row['mib']} MiB, {row['case']}: {row['way']}",
         "seconds": lambda row: f"{row['median_sec']:.2f}",
-        "time of anyrank / it": lambda row: f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else "",
+        "time of anyrank / it": lambda row: (
+            f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else ""
+        ),
         "most MiB beside the shares": lambda row: f"{max(row['memory_mib']):.0f}",
         "MiB sent": lambda row: f"{sum(row['sent_mib']):.0f}",
     }
@@ -475,8 +473,8 @@ def streams_table(result: dict[str, Any]) -> str:
         "rows per microbatch": lambda row: str(row["microbatch"]),
         "DataLoader, us per row": lambda row: f"{row['us_a_row']['DataLoader']:.1f}",
         "anyrank, us per row": lambda row: f"{row['us_a_row']['anyrank']:.1f}",
-        "speed of anyrank / DataLoader": lambda row: "{median:.2f} ({least:.2f} to {most:.2f})".format_map(
-            row["speed"]
+        "speed of anyrank / DataLoader": lambda row: (
+            "{median:.2f} ({least:.2f} to {most:.2f})".format_map(row["speed"])
         ),
     }
     tables = table_of(result["rows"], columns), table_of(result["times"], times)
