@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 log = logging.getLogger("anyrank")
 
-# The table of support in README.md lists what was run on each.
+# The table in docs/reference.md lists what was run on each.
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 # Minor versions of frameworks, by their names on PyPI.
 TESTED = {

@@ -249,11 +249,29 @@ def test_the_number_of_rows_is_compared_with_what_the_dataset_knows(tmp_path: Pa
 
 
 def test_the_program_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
-    program = page.split("### Hugging Face's streams")[1].split("```python\n")[1].split("```")[0]
+    page = (Path(__file__).parents[2] / "docs/streams.md").read_text(encoding="utf-8")
+    section = page.split("## Hugging Face's streams")[1]
+    program = section.split("```python\n")[1].split("```")[0]
     paths = write("jsonl", tmp_path)
     for name, path in zip("abc", paths, strict=True):
         program = program.replace(f"{name}.jsonl", path)
-    imported = {"anyrank": anyrank, "nn": torch.nn}  # by the page's first program
-    exec(compile(program, "docs/data.md", "exec"), imported)  # noqa: S102 - the page's own
-    assert capsys.readouterr().out == "each row that was read, once: 105 rows of 3 shards\n"
+    exec(compile(program, "docs/streams.md", "exec"), {})  # noqa: S102 - the page's own
+    assert capsys.readouterr().out == section.split("```text\n")[1].split("```")[0]
+
+
+def test_a_packed_model_of_transformers_looks_at_one_document_alone() -> None:
+    """As docs/streams.md says: position_ids are enough, if there is no attention_mask."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, **sizes, **heads)).eval()
+    pack = anyrank.Pack(8)
+    (row,) = [*pack.feed({"input_ids": [5, 6, 7]}), *pack.feed({"input_ids": [1, 2, 3, 4, 9]})]
+    inputs = {name: row[name][None] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        alone = model(input_ids=inputs["input_ids"][:, 3:]).logits
+        torch.testing.assert_close(model(**inputs).logits[:, 3:], alone)
+        mixed = model(input_ids=inputs["input_ids"]).logits[:, 3:]
+    assert not torch.allclose(mixed, alone, atol=1e-4)

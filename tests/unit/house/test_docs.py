@@ -642,11 +642,15 @@ def test_the_reference_has_every_public_name_and_every_class_that_these_return()
 
 
 def test_every_page_is_on_the_front_page() -> None:
-    blocks = re.findall(r"^```{toctree}\n(.*?)^```$", read("index.md"), flags=re.M | re.S)
-    shown = [block for block in blocks if ":hidden:" not in block]
-    listed = re.findall(r"^(?:.* <)?([\w-]+)>?$", "\n".join(shown), flags=re.M)
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert sorted(listed) == sorted(pages)
+    """In its navigation, and as a link for those who read it without Sphinx."""
+    text = read("index.md")
+    blocks = re.findall(r"^```{toctree}\n(.*?)^```$", text, flags=re.M | re.S)
+    entries = "\n".join(block for block in blocks if ":glob:" not in block)
+    listed = re.findall(r"^(?:.* <)?([\w-]+)>?$", entries, flags=re.M)
+    linked = re.findall(r"\]\(([\w-]+)\.md\)", text[text.index("| **start**") :])
+    pages = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"})
+    assert sorted(listed) == pages
+    assert sorted(linked) == pages
 
 
 def find_lost_rooms(text: str) -> list[str]:
