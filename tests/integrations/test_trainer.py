@@ -260,6 +260,40 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
         elastic(made, tmp_path / "run", global_batch=GLOBAL)
 
 
+class Documents(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """A stream in shards, as Hugging Face's."""
+
+    num_shards = 4
+
+    def __init__(self, start: int = 0, stride: int = 1) -> None:
+        self.start, self.stride = start, stride
+
+    def shard(self, *, num_shards: int, index: int) -> Documents:
+        return Documents(index, num_shards)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for number in range(self.start, 96, self.stride):
+            yield {"input_ids": [1 + (number + place) % 60 for place in range(5)]}
+
+
+def packed_losses(folder: Path, stop: int) -> list[float]:
+    AcceleratorState._reset_state(True)
+    made = Trainer(
+        model("plain"), arguments(str(folder), max_steps=stop), train_dataset=Documents()
+    )
+    pack: dict[str, Any] = {"transform": anyrank.Pack(16, eos=0), "window": 10}
+    made = elastic(made, folder / "run", global_batch=8, **pack)
+    made.train(resume_from_checkpoint=True)
+    return [line["loss"] for line in made.state.log_history if "loss" in line]
+
+
+def test_a_stream_is_packed_and_resumed(tmp_path: Path) -> None:
+    whole = packed_losses(tmp_path / "whole", 3)
+    assert len(whole) == 3
+    packed_losses(tmp_path / "parts", 1)
+    assert packed_losses(tmp_path / "parts", 3)[-2:] == pytest.approx(whole[-2:], rel=1e-6)
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     made, run = trainer(tmp_path), tmp_path / "run"
     with pytest.raises(ValueError, match="13 is not a multiple of microbatch 2"):
