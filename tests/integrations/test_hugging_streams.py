@@ -230,9 +230,20 @@ def test_streams_that_mix_or_divide_their_rows_are_refused(tmp_path: Path, datas
         (datasets.interleave_datasets([stream, stream]), r"give the datasets by name.*mix="),
         (split_dataset_by_node(stream, 0, 2), "divided it among the ranks already"),
         (split_dataset_by_node(stream, 0, 3), "divided it among the ranks already"),
+        (stream.repeat(None), r"never be read: .* pass endless=True"),
     ):
         with pytest.raises(ValueError, match=text):
             anyrank.ElasticLoader.from_iterable(other, global_batch=12, microbatch=3)
+
+
+def test_an_endless_repeat_is_read_where_all_of_its_shards_are(tmp_path: Path) -> None:
+    stream = open_stream("jsonl", write("jsonl", tmp_path))
+    for repeated, endless in ((stream.repeat(None), True), (stream.repeat(None).take(200), False)):
+        loader = anyrank.ElasticLoader.from_iterable(
+            repeated, endless=endless, global_batch=4, microbatch=2, collate_fn=list
+        )
+        batches = run(loader, 80 if endless else 10**9)
+        assert {row["n"] for batch in batches for row in batch} == {*IDS}
 
 
 def test_the_number_of_rows_is_compared_with_what_the_dataset_knows(tmp_path: Path) -> None:

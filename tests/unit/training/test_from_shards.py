@@ -250,8 +250,14 @@ def test_shards_of_any_number_and_size(sizes: list[int]) -> None:
     assert (loader.epoch, loader.samples) == (1, sum(sizes))
 
 
+def test_a_receipt_counts_one_row() -> None:
+    loader = make("h")
+    run(loader)
+    assert loader.receipts[0].verdict == "each row that was read, once: 1 row of 1 shard"
+
+
 def test_shards_without_a_row_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="none of the 9 shards has a row"):
+    with pytest.raises(CheckpointError, match=r"none of the 9 shards has a row.*split_by_node"):
         run(make(function=lambda _: iter(())))
     with pytest.raises(ValueError, match="shards is empty"):
         make([])

@@ -77,6 +77,14 @@ def test_no_step_of_a_mixture_is_without_a_row(until: str) -> None:
             assert 0 not in run(loader), (seed, sizes)
 
 
+def test_a_dataset_of_a_mixture_without_a_row_is_named() -> None:
+    for name, shards in (("a", Rows(0, 0)), ("b", Rows(0))):
+        loader = make({name: shards, "full": Rows(30)}, mix={name: 1, "full": 1})
+        text = f"none of the {'2 shards' if name == 'a' else '1 shard'} of {name} has a row"
+        with pytest.raises(CheckpointError, match=text):
+            run(loader)
+
+
 def test_a_step_that_may_have_no_row_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is the same after a resume; a step without a row would do no harm."""
     data = {"a": Rows(*[0] * 9, 30), "b": Rows(*[0] * 9, 30)}

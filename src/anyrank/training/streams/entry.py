@@ -70,9 +70,11 @@ def open_iterable(
     if mix is None:
         if isinstance(dataset, Mapping):
             raise ValueError("a dict of datasets is a mixture: give mix=, a weight for each name")
-        return OpenStreams({"": open_parts(dataset, transform, window)}, endless=endless)
+        return OpenStreams({"": open_parts(dataset, transform, window, endless)}, endless=endless)
     datasets = _check_mix(dataset, mix)
-    sources = {name: open_parts(part, transform, window) for name, part in datasets.items()}
+    sources = {
+        name: open_parts(part, transform, window, endless) for name, part in datasets.items()
+    }
     weights = {name: float(mix[name]) for name in datasets}
     return OpenStreams(sources, endless=endless, mix=weights, until=until)
 

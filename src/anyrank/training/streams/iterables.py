@@ -27,6 +27,10 @@ DIVIDED = (
     "split_dataset_by_node() has divided it among the ranks already: give the dataset before that "
     "call; the loader divides it"
 )
+ENDLESS = (
+    "repeat(None) gives each shard without an end, so shards after the first of a lane would never "
+    "be read: give the dataset before that call, and pass endless=True"
+)
 # Steps that call no function of the user's, so that nothing is drawn.
 PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Columns", "Formatted", "Skip", "Take"}
 KEEPING = {*PLAIN, "Examples"} - {"Skip", "Take"}  # and keep all rows
@@ -64,7 +68,7 @@ class SkippingParts(Parts):
         return iter(part.skip(start) if start else part)
 
 
-def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
+def open_parts(dataset: Any, transform: Any, window: int | None, endless: bool) -> Stream:
     """Open the shards of a dataset.
 
     Raises:
@@ -86,6 +90,9 @@ def open_parts(dataset: Any, transform: Any, window: int | None) -> Stream:
     if getattr(dataset, "_distributed", None) is not None:
         raise ValueError(f"this {kind} cannot be read by shards: {DIVIDED}")
     counts_rows = next(filter(None, map(_why_whole, names, chain)), None)
+    repeats = any(getattr(step, "num_times", 1) is None for step in chain)
+    if repeats and not counts_rows and not endless:
+        raise ValueError(f"this {kind} cannot be read by shards: {ENDLESS}")
     resharded = dataset if counts_rows else _reshard(dataset, kind)
     shards = (
         [WHOLE]

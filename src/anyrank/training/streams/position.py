@@ -298,10 +298,10 @@ class StreamPosition(Position):
                     break
                 rows += fetched.request.state.rows
             else:
-                raise self._no_rows(rows, "shard", sum(deal.sizes))
+                raise self._no_rows(rows, count(sum(deal.sizes), "shard"))
         return copy.deepcopy(plan.kept[0])
 
-    def _no_rows(self, rows: int, what: str, number: int) -> CheckpointError:
+    def _no_rows(self, rows: int, shards: str) -> CheckpointError:
         """Make the error for shards in which no sample was found."""
         if rows:
             transform = type(self.streams.sources[0].transform).__name__
@@ -311,8 +311,9 @@ class StreamPosition(Position):
                 "and give Buckets with drop_last=True more rows for each lane"
             )
         return CheckpointError(
-            f"epoch {self.epoch}: none of the {count(number, what)} has a row: there is nothing "
-            "to train on"
+            f"epoch {self.epoch}: none of the {shards} has a row: there is nothing "
+            "to train on. If read gives each rank or worker a part (webdataset's split_by_node), "
+            "leave that out: the loader divides the shards"
         )
 
     def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
@@ -329,7 +330,8 @@ class StreamPosition(Position):
         for source, read in enumerate(after.totals):
             if after.has_ended[source] and not read.blocks:
                 name = self.streams.names[source]
-                raise self._no_rows(read.rows, f"shard of {name}", after.sizes[source])
+                shards = count(after.sizes[source], "shard") + (f" of {name}" if name else "")
+                raise self._no_rows(read.rows, shards)
         following = None if after.is_over else self._make_plan(after, plan.number + 1)
         plan.follows.append((after, following))
 

@@ -58,15 +58,15 @@ def _describe_source(streams: Streams, deal: Deal, source: int) -> str:
     total, size = deal.totals[source], deal.sizes[source]
     name, known = streams.names[source], streams.sources[source].num_rows
     of_source = f" of {name}" if streams.mix else ""
-    rows, shards = f"{total.rows:,}", count(size, "shard")
+    rows, shards = count(total.rows, "row"), count(size, "shard")
     if not deal.has_ended[source]:
-        return f"{rows} rows{of_source}, not all of them"
+        return f"{rows}{of_source}, not all of them"
     if 0 < deal.read[source].rows < total.rows:  # it was dealt again
-        return f"{rows} rows{of_source}, all of them once or more"
+        return f"{rows}{of_source}, all of them once or more"
     if known is None:
-        return f"each row{of_source} that was read, once: {rows} rows of {shards}"
+        return f"each row{of_source} that was read, once: {rows} of {shards}"
     if known == total.rows:
-        return f"exactly once, {rows} of {known:,} rows{of_source}"
-    text = f"not all rows{of_source}: {rows} of {known:,} were read"
+        return f"exactly once, {total.rows:,} of {count(known, 'row')}{of_source}"
+    text = f"not all rows{of_source}: {total.rows:,} of {known:,} were read"
     log.warning("epoch %d: %s; does read, or a dataset, leave rows out?", deal.epoch, text)
     return text
