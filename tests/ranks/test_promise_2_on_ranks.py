@@ -178,7 +178,8 @@ def test_a_table_on_one_rank_reaches_all(world: int, layout: str) -> None:
     for report in run_ranks(world, job_table_on_one_rank, layout):
         assert report.strategy == "scatter"
         assert (
-            f"{world - 1} of {world} ranks do not see the source; read by rank 0" in report.reason
+            f"{world - 1} of {world} ranks cannot see the source, so rank 0 reads it"
+            in report.reason
         )
         assert report.bytes_read[1:] == [0] * (world - 1)
 

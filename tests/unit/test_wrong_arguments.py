@@ -432,7 +432,7 @@ def test_the_right_arguments_are_taken(
 
 
 def test_a_sync_without_either_end_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="src is None, or holds no tensors, on every rank"):
+    with pytest.raises(ValueError, match="src= is None, or has no tensors, on every rank"):
         anyrank.sync(None, None)
 
 

@@ -1,5 +1,5 @@
-"""Weights of a live model into another one, in another layout: `sync`.
+"""Copy the weights of a live model into another model, whatever the layouts are: `sync`.
 
-A script enters it by `sync`, and `load` where its source is live. It may import `loading` and the
-wings that `loading` may import.
+Scripts enter it by `sync`, and `load` enters it if its source is live. It may import `loading` and
+the wings that `loading` may import.
 """

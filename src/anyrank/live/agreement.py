@@ -1,9 +1,9 @@
 """The plan of a sync: agreed by all ranks, and kept for the next call of the same object.
 
-The message that compares the arguments also says whether the plan of the call before still serves:
-each rank looks at its own ends, and gives the plan's key if nothing has changed. The key is a
-digest of what all ranks said when the plan was made. If one rank gives another key, or none, all
-plan anew: one rank of each layout describes it to the others.
+The message that compares the arguments also says whether the previous plan is still valid: each
+rank checks its own ends, and sends the plan's key if nothing has changed. The key is a digest of
+the messages of all ranks when the plan was made. If a rank sends a different key, or none, all
+ranks make a new plan: one rank of each layout describes it to the other ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SyncCall:
     atomic: bool
 
     def check(self) -> None:
-        """Refuse arguments that are wrong in themselves.
+        """Check the arguments that are wrong in themselves.
 
         Raises:
             ValueError, TypeError: an argument is wrong; the error names it.
@@ -63,7 +63,8 @@ class SyncCall:
         self.options.check()
         if isinstance(self.layout, tuple) and len(self.layout) != 2:
             raise WrongType(
-                f"layout= is a tuple of {len(self.layout)}: give one for each of dst, src"
+                f"layout=: expected one layout, or a pair for dst and src, got a tuple of "
+                f"{len(self.layout)}"
             )
         if any(layout is not None for layout in self.layouts):
             for layout in self.layouts:
@@ -77,10 +78,10 @@ class SyncCall:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A plan with the conditions that it was made for; it holds no tensors.
+    """A plan, and the conditions under which it is valid; it holds no tensors.
 
     Attributes:
-        key: key of the plan; the same on all ranks.
+        key: key of the plan; the same on every rank.
         where: the ranks, and the machine of each.
         plan: plan of this rank.
         described: descriptions of dst and src for other ranks.
@@ -96,12 +97,12 @@ class KeptPlan:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of all ranks before the first byte.
+    """The agreement of all ranks before the first byte moves.
 
     Attributes:
         kept: the plan, for the next call.
-        dst, src: the ends as they are on this rank.
-        is_planned: whether the plan was made now.
+        dst, src: the ends on this rank.
+        is_planned: whether this call made the plan.
         seed: the first rank's torch seed.
     """
 
@@ -119,13 +120,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _CallMessage:
-    """The message with a rank's arguments to the others.
+    """The message with a rank's arguments to the other ranks.
 
     Attributes:
-        key: key of the plan that serves this rank, and all whose messages were joined; empty if
-            there is none.
-        seed: torch seed; the first rank's.
-        has_layout: whether one has given a `layout=`.
+        key: key of the plan that is valid for this rank and all ranks whose messages were joined;
+            empty if there is none.
+        seed: the first rank's torch seed.
+        has_layout: whether any of these ranks has a `layout=`.
     """
 
     key: str
@@ -139,16 +140,16 @@ class _CallMessage:
 
 
 def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
-    """Agree on the plan that all ranks follow. All ranks; nothing is changed.
+    """Agree on the plan that all ranks follow. Collective; changes nothing.
 
     Args:
         call: request of this rank.
         ranks: ranks of the call.
-        kept: plan of the call before, if there is one.
+        kept: plan of the previous call, if it exists.
 
     Raises:
-        LoadError: the ends do not fit each other, on any rank, or arguments differ; on all ranks.
-        ValueError, TypeError: an argument is wrong in itself; on all ranks.
+        LoadError: the ends do not match, on any rank, or arguments differ; on every rank.
+        ValueError, TypeError: an argument is wrong in itself; on every rank.
     """
     where = ranks.ranks, ranks.nodes
     own_ends: list[End] = []  # dst and src
@@ -174,7 +175,7 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
         return Agreement(kept, dst, src, False, message.seed)
     if message.has_layout:
         dst, src = _join(dst, src, ranks, merge=call.options.merge)
-    # Once per plan: each rank works out what it sends to whom, and ranks may have other ends.
+    # Once per plan: each rank computes what it sends to whom, and ranks may have different ends.
     ends = ranks.gather("describing both ends", _summary(dst, src, accelerators[0]))
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
@@ -194,7 +195,7 @@ def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
 
 
 def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
-    """Give both ends the whole shapes that all ranks' parts make together. All ranks.
+    """Set the global shapes of both ends, which all ranks' parts add up to. Collective.
 
     Raises:
         LoadError: as for `join_parts`.
@@ -220,7 +221,7 @@ def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End
 
 
 def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
-    """Warn of names in `layout=` that no tensor of its end, or of both ends, has."""
+    """Warn about names in `layout=` that no tensor of its end, or of both ends, has."""
     if isinstance(call.layout, tuple):
         for layout, end in zip(call.layout, (dst, src), strict=True):
             warn_of_unused(layout, end.tensors)
@@ -229,35 +230,37 @@ def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
 
 
 def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadOptions) -> bool:
-    """Return whether a kept plan is for the ends as they are on this rank now."""
+    """Return True if a kept plan is still valid for this rank's ends."""
     return (
         kept.where == where
-        and kept.plan.route.channel is not None  # its first call came so far as to move something
+        and kept.plan.route.channel is not None  # its first call has reached the move
         and kept.described == tuple(end.described for end in ends)
         and kept.plan.renamed == renamed_by(kept.plan.renamed, options)
     )
 
 
 def _check_end(name: str, end: Any) -> None:
-    """Refuse anything but a model, a dict of tensors or None.
+    """Check that an argument is a model, a dict of tensors or None.
 
     Raises:
-        TypeError: the argument is something else; the error names it.
+        TypeError: it is not; the error names the argument.
     """
     if end is None or isinstance(end, nn.Module):
         return
     if not isinstance(end, Mapping):
         raise TypeError(
-            f"{name}= takes a torch.nn.Module, a dict of tensors or None, not {type(end).__name__}"
+            f"{name}=: expected a torch.nn.Module, a dict of tensors or None, got "
+            f"{type(end).__name__}"
         )
     unnamed = [key for key in end if not isinstance(key, str)]
     if unnamed:
         raise TypeError(
-            f"{name}= has the key {unnamed[0]!r}, a {type(unnamed[0]).__name__}: give a dict from "
-            "names (str) to tensors"
+            f"{name}=: expected a dict from names (str) to tensors, got the key {unnamed[0]!r}, "
+            f"which is of type {type(unnamed[0]).__name__}"
         )
     wrong = [key for key, value in end.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise TypeError(
-            f"{name}= holds {wrong[0]!r}, a {type(end[wrong[0]]).__name__}: give a dict of tensors"
+            f"{name}=: expected a dict of tensors, but the value of {wrong[0]!r} is of type "
+            f"{type(end[wrong[0]]).__name__}"
         )

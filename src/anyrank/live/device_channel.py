@@ -2,8 +2,8 @@
 
 Each pair of ranks has one stream of bytes, cut into slots of one size at both ends; round k moves
 slot k of every pair. So a rank knows each round's splits from its own part of the plan, no buffer
-is longer than the bound, and the ranks only need to agree on the number of rounds. While a round is
-under way, the one before it is unpacked and the one after it is packed: two buffers to send, two to
+is longer than the limit, and the ranks must only agree on the number of rounds. While a round runs,
+the previous one is unpacked and the next one is packed, so there are two buffers to send and two to
 receive.
 """
 
@@ -33,7 +33,7 @@ from anyrank.loading.sharing.places import LocalMemory
 from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Interrupted, Ranks
 
-CHANNEL_BYTES = 256 << 20  # for one rank: a smaller call ends before a group is connected
+CHANNEL_BYTES = 256 << 20  # for one rank: a smaller call takes less time than connecting a group
 BUFFER_BYTES = 32 << 20  # for each of the four buffers
 CHANNEL_ROUND = -1  # key of the channel's messages in a route
 
@@ -48,7 +48,8 @@ class ChannelKind:
     Attributes:
         name: name of the library.
         open_raw: opens torch's group between all ranks of the call.
-        from_bytes: least that a rank must send or receive for the group to be worth it.
+        from_bytes: smallest number of bytes, sent or received by one rank, for which the group pays
+            off.
         buffer_bytes: size of each of the four buffers.
     """
 
@@ -59,14 +60,14 @@ class ChannelKind:
 
 
 def choose_channel(devices: Sequence[str]) -> ChannelKind | None:
-    """Choose the channel that ranks may take; None if everything goes over gloo.
+    """Choose the channel that ranks may use; None if everything goes over gloo.
 
-    Two ranks on one device are known by its uuid, because each may call it cuda:0; NCCL refuses
-    them, or serves one after the other.
+    Two ranks on one device are recognized by its uuid, because each may call it cuda:0; NCCL
+    rejects them, or serves them one by one.
 
     Args:
-        devices: for each rank, type and uuid of the accelerator that holds all its tensors; "" or
-            another text if they are elsewhere. The same on all ranks.
+        devices: for each rank, type and uuid of the accelerator that holds all its tensors; "" or a
+            different text if they are elsewhere. The same on every rank.
     """
     are_own = len(set(devices)) == len(devices) > 1
     if are_own and all(device.startswith("cuda:") for device in devices):
@@ -81,8 +82,8 @@ class DeviceChannel:
     Attributes:
         kind: kind of the channel.
         name: name of the group: the kind and the ranks' devices.
-        slot_bytes: most bytes that a pair of ranks passes in a round.
-        rounds: number of rounds, the same on all ranks.
+        slot_bytes: limit of the bytes that a pair of ranks passes in a round.
+        rounds: number of rounds, the same on every rank.
     """
 
     kind: ChannelKind
@@ -91,7 +92,7 @@ class DeviceChannel:
     rounds: int
 
     def messages(self, flows: Sequence[Flow], places: LocalMemory, route: Route) -> list[Message]:
-        """Return this rank's slots and its own copies; kept with the route."""
+        """Return this rank's slots and its own copies; the route keeps them."""
         return route.messages(
             CHANNEL_ROUND, lambda: messages_of(flows, self.slot_bytes, places.piece_bytes)
         )
@@ -104,7 +105,7 @@ def _find_channel(
     ranks: Ranks,
     route: Route,
 ) -> DeviceChannel | None:
-    """Return the channel of a plan, agreed on at its first call and kept. All ranks.
+    """Return the channel of a plan; the first call agrees on it. Collective.
 
     Args:
         devices: see `choose_channel`.
@@ -114,7 +115,7 @@ def _find_channel(
         route: route of the plan.
 
     Raises:
-        RankError: two ranks would cut their messages in different ways, which no library notices.
+        RankError: two ranks would cut their messages differently, which no library detects.
     """
     if route.channel is None:
         kind = choose_channel(devices) if ranks.size > 1 else None
@@ -160,7 +161,7 @@ def _agree(
     number = max(map(len, (*out.values(), *into.values())), default=0)
     balance = sum(_number(rank, peer, text) for peer, text in _digests(out).items())
     balance -= sum(_number(peer, rank, text) for peer, text in _digests(into).items())
-    # Each pair is in the sum twice: once from the sender, and with the other sign from the
+    # Each pair is in the sum twice: once from the sender, and with the opposite sign from the
     # receiver.
     number, balance = ranks.reduce(
         WHAT, (number, balance), lambda some, others: (max(some[0], others[0]), some[1] + others[1])
@@ -175,17 +176,15 @@ def _number(sender: int, receiver: int, text: str) -> int:
 
 
 def _raise_unlike(out: Mapping[int, str], into: Mapping[int, str], ranks: Ranks) -> None:
-    """Raise an error that names two ranks which would cut their messages in different ways. All
-    ranks.
-    """
+    """Raise RankError with two ranks that would cut their messages differently. Collective."""
     answers = ranks.gather(WHAT, (out, into))  # once, for an error
     by_rank = dict(zip(ranks.ranks, answers, strict=True))
     for sender, (digests, _) in by_rank.items():
         for receiver in ranks.ranks:
             if digests.get(receiver) != by_rank[receiver][1].get(sender):
                 raise RankError(
-                    f"{WHAT}: ranks {sender} and {receiver} would cut their messages in different "
-                    "ways: report it, and give the tensors on the CPU meanwhile"
+                    f"{WHAT}: ranks {sender} and {receiver} would cut their messages differently. "
+                    "Please report this as a bug, and until then pass the tensors on the CPU"
                 )
 
 
@@ -193,7 +192,7 @@ Slots = dict[int, list[Message]]
 
 
 def _sorted(messages: Sequence[Message], rank: int) -> tuple[Slots, Slots, list[Message]]:
-    """Group slots by receiver and by sender, and list what the rank copies for itself."""
+    """Group slots by receiver and by sender, and list the rank's own copies."""
     out, into, copies = Slots(), Slots(), list[Message]()
     for message in messages:
         if message.sender == message.receiver:
@@ -206,7 +205,7 @@ def _sorted(messages: Sequence[Message], rank: int) -> tuple[Slots, Slots, list[
 
 
 def _digests(slots: Slots) -> dict[int, str]:
-    """Digest the lengths of each pair's slots."""
+    """Compute a digest of the lengths of each pair's slots."""
     return {peer: digest_of(m.nbytes for m in messages) for peer, messages in slots.items()}
 
 
@@ -218,8 +217,8 @@ class ChannelRun:
         messages: this rank's messages.
         places: memory of this rank.
         ranks: ranks of the call.
-        attempt: does work that may fail, and keeps its error; does nothing once there is one.
-        has_failed: returns whether there is an error.
+        attempt: function that runs work and keeps its error; it does nothing after an error.
+        has_failed: function that returns True after an error.
 
     Attributes:
         sent, received, copied: bytes so far.
@@ -243,7 +242,7 @@ class ChannelRun:
         self.sent = self.received = self.copied = self.buffer_bytes = self.group_bytes = 0
 
     def run(self, sample: Callable[[], None]) -> None:
-        """Move everything, and wait for it. All ranks.
+        """Move everything, and wait for it. Collective.
 
         Args:
             sample: called after each round, to measure memory.
@@ -262,8 +261,8 @@ class ChannelRun:
             self.ranks.ready(), channel.name, channel.kind.open_raw, self.device, WHAT
         )
         self.group_bytes = group.nbytes
-        # Nothing of this rank's is under way on its device, and no rank begins before all are here:
-        # what a user's group still does on one of them could wait for what comes behind a round.
+        # No work of this rank is left on its device, and no rank starts before all have arrived:
+        # pending work of a user's group on one of them could wait for work that follows a round.
         if self.ranks.any(WHAT, self.has_failed()):
             raise Interrupted
         last = self._rounds(group, sample)
@@ -272,22 +271,22 @@ class ChannelRun:
         group.settle(WHAT)()
 
     def _rounds(self, group: DeviceGroup, sample: Callable[[], None]) -> list[Round]:
-        """Run the rounds; return them, of which the last two may still be under way."""
+        """Run the rounds and return them; the last two may still be running."""
         count = self.channel.rounds
         rounds: list[Round] = []
         flags: dict[int, Callable[[], bool]] = {}
         for k in range(count + 1):
-            if k >= 2:  # the host is never more than two rounds ahead, nor are the buffers
+            if k >= 2:  # neither the host nor the buffers are ever more than two rounds ahead
                 rounds[k - 2].finish()
                 if k in flags and flags[k]():
-                    rounds[k - 1].finish()  # all ranks stop here, with one round under way
+                    rounds[k - 1].finish()  # all ranks stop here, while one round runs
                     raise Interrupted
             if k < count:
                 rounds.append(self._start(group, k))
                 if k + 2 < count:
                     flags[k + 2] = self.ranks.start_any(WHAT, self.has_failed())
             if k == 0:
-                for message in self.copies:  # while the first round is under way
+                for message in self.copies:  # while the first round runs
                     self.attempt(lambda m=message: self._copy(m))
             else:
                 rounds[k - 1].follow()
@@ -307,7 +306,7 @@ class ChannelRun:
         self.buffer_bytes = sum(buffer.numel() for buffer in self.buffers)
 
     def _start(self, group: DeviceGroup, k: int) -> Round:
-        """Pack a round and start it; a rank that has failed sends meaningless memory."""
+        """Pack a round and start it; a failed rank sends meaningless values."""
         half = len(self.buffers) // 2
         source, target = self.buffers[k % half], self.buffers[half + k % half]
         for message, start in self._slots(self.out, k):
@@ -347,7 +346,7 @@ class ChannelRun:
                 start += aligned(slots[k].nbytes)
 
     def _splits(self, side: Slots, k: int) -> list[int]:
-        """Count the bytes to or from each rank, zero if there are none."""
+        """Return the number of bytes to or from each rank."""
         lengths = dict.fromkeys(self.ranks.ranks, 0)
         for rank, slots in side.items():
             lengths[rank] = aligned(slots[k].nbytes) if k < len(slots) else 0
@@ -355,16 +354,16 @@ class ChannelRun:
 
 
 class ChannelMover(Mover):
-    """Fills the targets of a plan that is kept: by a channel if there is one, otherwise over gloo.
+    """The move of a kept plan: over its channel if it has one, otherwise over gloo.
 
     Args:
         rounds, places, ranks, window_bytes, sample: as for `Mover`.
         route: keeps the messages for a later call with the same rounds.
-        accelerators: those of all ranks, as `choose_channel` takes them.
+        accelerators: the accelerators of all ranks, as for `choose_channel`.
 
     Attributes:
         channel: name of the library that moved bytes from device to device, or "".
-        buffer_bytes, group_bytes: device memory that this took.
+        buffer_bytes, group_bytes: device memory that the channel used.
     """
 
     def __init__(
@@ -392,7 +391,7 @@ class ChannelMover(Mover):
             self._take(channel, flows)
 
     def _take(self, channel: DeviceChannel, flows: Sequence[Flow]) -> None:
-        """Move everything from device to device. Raises the errors of `run`."""
+        """Move everything from device to device. Raises the same errors as `run`."""
         messages = channel.messages(flows, self.places, self.route)
         run = ChannelRun(
             channel, messages, self.places, self.ranks, self._try, lambda: bool(self.problem)
@@ -414,4 +413,4 @@ class ChannelMover(Mover):
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return super()._allocate(
             0 if self.route.channel else nbytes
-        )  # a channel has buffers of its own
+        )  # a channel has its own buffers

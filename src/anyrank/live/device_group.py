@@ -1,8 +1,8 @@
-"""A group of our own for bytes that ranks send from device to device, beside gloo's connections.
+"""A separate group for bytes that ranks send from device to device, besides gloo's connections.
 
-It is opened when it is first needed, and kept as gloo's connections are. The host never waits
-inside the collective library: it asks whether a round is over, and whether the ranks can still
-continue, which gloo's connections know. If they cannot, this group is aborted, and no other.
+It is opened when it is first needed, and kept like gloo's connections. The host never waits inside
+the collective library: it polls whether a round is over, and whether the ranks can still continue,
+which gloo's connections know. If they cannot, only this group is aborted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from anyrank.world.connections import Connections
 from anyrank.world.helper_thread import HelperThread
 from anyrank.world.pairs import gloo_timeout
 
-ASK_SEC = 50e-6  # between two questions whether a device has finished a round
-MAX_CTAS = 8  # blocks of a device that the library may take from computations meanwhile
+ASK_SEC = 50e-6  # between two polls of a device
+MAX_CTAS = 8  # blocks of a device that the library may use, so that computations can continue
 
 Open = Callable[[Any, int, int], Any]  # store, this rank's position, how many -> torch's group
 
 
 def open_nccl(store: Any, index: int, size: int) -> Any:
-    """Open NCCL's group, not by `new_group`, which would split it from one bound to a device.
+    """Open an NCCL group, without `new_group`, which would split it from a device-bound group.
 
-    Its own timeout, which ends the process, is longer than ours.
+    Its own timeout, which ends the process, is longer than that of anyrank.
     """
     nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - not in builds without CUDA
     options = nccl.Options()
@@ -42,7 +42,7 @@ class DeviceGroup:
     """All-to-alls between the devices of some ranks.
 
     Args:
-        connections: connections of the same ranks, which notice failures.
+        connections: connections of the same ranks, which detect failures.
         group: torch's group, which the ranks have opened.
         device: device of this rank.
         nbytes: device memory that the group took.
@@ -54,7 +54,7 @@ class DeviceGroup:
         self.connections, self.group, self.device = connections, group, device
         self.nbytes = nbytes
         self.side = None if device.type == "cpu" else torch.Stream(device)
-        # Also at exit, because destroying a group waits for the other ranks.
+        # Also at exit, because to destroy a group waits for the other ranks.
         self.abort = weakref.finalize(self, _abort, group)
 
     def start(
@@ -65,11 +65,11 @@ class DeviceGroup:
         ins: Sequence[int],
         what: str,
     ) -> Round:
-        """Start an all-to-all behind the current stream's work. All ranks.
+        """Start an all-to-all after the current stream's work. Collective.
 
         Args:
-            target, source: uint8 on the device; they live until the round is over.
-            outs, ins: bytes from and to each rank; both ends of a pair have to give the same.
+            target, source: uint8 on the device; they must live until the round is over.
+            outs, ins: bytes from and to each rank; both ends of a pair must pass the same.
             what: what is moved, for messages.
         """
         sizes = [*outs], [*ins]
@@ -80,13 +80,13 @@ class DeviceGroup:
         main = torch.accelerator.current_stream(self.device)
         self.side.wait_event(_record(main))
         with _current(self.side, main):
-            self.group.alltoall_base(target, source, *sizes).wait()  # the stream does, not the host
+            self.group.alltoall_base(target, source, *sizes).wait()  # only the stream waits
             over = _record(self.side)
         wait = polled(self.connections, over.query, what)
         return Round(wait, lambda: main.wait_event(over))
 
     def settle(self, what: str) -> Callable[[], None]:
-        """Return the wait for all that the current stream was asked to do so far. All ranks."""
+        """Return a function that waits for the current stream's work so far. Collective."""
         if self.side is None:
             return lambda: None
         event = _record(torch.accelerator.current_stream(self.device))
@@ -94,11 +94,11 @@ class DeviceGroup:
 
 
 class Round:
-    """An all-to-all that is under way.
+    """An all-to-all that has started.
 
     Args:
         wait: lets the host wait for its end.
-        follow: puts later work of the current stream behind it; None to make the host wait.
+        follow: lets later work of the current stream wait for its end; None: the host waits.
     """
 
     def __init__(self, wait: Callable[[], None], follow: Callable[[], None] | None = None) -> None:
@@ -116,7 +116,7 @@ class Round:
             wait()
 
     def follow(self) -> None:
-        """Continue behind it.
+        """Let later work of the current stream wait for its end.
 
         Raises:
             RankError: as for `finish`.
@@ -127,14 +127,14 @@ class Round:
 def open_group(
     connections: Connections, name: str, open_raw: Open, device: torch.device, what: str
 ) -> DeviceGroup:
-    """Open the ranks' group for devices, at the first call. All ranks.
+    """Return the ranks' group for devices; the first call opens it. Collective.
 
-    A thread connects it by a first round, which waits for the other ranks inside the library.
+    A thread connects it with a first round, which waits for the other ranks inside the library.
 
     Args:
         connections: connections of the ranks.
-        name: name of the library and the ranks' devices, the same on all ranks.
-        open_raw: opens torch's group.
+        name: name of the library and the ranks' devices, the same on every rank.
+        open_raw: function that opens torch's group.
         device: device of this rank.
         what: what is moved, for messages.
 
@@ -166,7 +166,7 @@ def open_group(
 
 
 def _connect(connections: Connections, connect: Callable[[], Any], what: str) -> Any:
-    """Connect all ranks in a thread, because that may wait for them for ever. All ranks.
+    """Connect all ranks, in a thread, because this may wait forever. Collective.
 
     Raises:
         RankError: a rank failed to connect, or has died.
@@ -182,13 +182,13 @@ def _connect(connections: Connections, connect: Callable[[], Any], what: str) ->
 
 
 def polled(connections: Connections, is_over: Callable[[], bool], what: str) -> Callable[[], None]:
-    """Return the wait for work that all ranks have started, and that only says if it is over."""
+    """Return a function that waits for work of all ranks by polling whether it is over."""
     number, state = connections.count_wait(), connections.state
 
     def ask() -> bool:
         try:
             return is_over()
-        except RuntimeError as error:  # of a device; as a rule the rank dies of it
+        except RuntimeError as error:  # of a device; usually the rank dies
             text = f"{what}: rank {state.rank}'s device: {error}"
             raise state.end(text, [state.rank]) from error
 
@@ -205,7 +205,7 @@ def polled(connections: Connections, is_over: Callable[[], bool], what: str) -> 
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a device, if it says so; other processes on it change it too."""
+    """Return the free memory of a device, or 0 if unknown; other processes change it too."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
 
@@ -227,7 +227,7 @@ def _current(stream: torch.Stream, before: torch.Stream) -> Generator[None]:
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Generator[None]:
-    """Enter a device: a thread has another current one, as does a script that did not set it."""
+    """Make the device current, because new threads and some scripts have a different one."""
     if device.type == "cpu":
         yield
         return

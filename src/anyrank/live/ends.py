@@ -1,7 +1,7 @@
-"""The two ends of a sync as their ranks hold them, and as they are described to other ranks.
+"""The two ends of a sync on their ranks, and their descriptions for other ranks.
 
 An end that is sharded over many ranks is described once: ranks with the same rows differ only in
-their coordinates, which are a few numbers each.
+their coordinates, which are a few numbers per rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from anyrank.models.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import is_trained_copy
 from anyrank.tensors.sharded_tensor import Coordinates, coordinates_of, is_released
+from anyrank.wording import count
 from anyrank.world.alike import digest_of
 from anyrank.world.device import name_device
 from anyrank.world.ranks import Ranks
@@ -31,7 +32,10 @@ Module = nn.Module | Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The product that one adapter adds to a weight of `src`; see `Factors`; by names here."""
+    """The product that one adapter adds to a weight of `src`, with the names of its factors.
+
+    See `Factors`.
+    """
 
     adapter: str
     a: str
@@ -42,21 +46,21 @@ class Added:
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of an end, the same on all ranks that hold a part of it.
+    """One tensor of an end, the same on every rank that holds a part of it.
 
     Attributes:
-        keys: its names, several if it is tied.
+        keys: its names; several if it is tied.
         shape: global shape.
         dtype: dtype of its elements.
-        layout: its layout on its mesh; None if it is whole on each rank.
-        kind: "parameter", "buffer" or "derived"; "factor" for what is added to others, and
-            "dropped" for a tensor that a merged model does not have.
+        layout: its layout on its mesh; None if each rank has the whole tensor.
+        kind: "parameter", "buffer" or "derived"; "factor" if it is a factor of a product that is
+            added to other tensors, and "dropped" if a merged model does not have it.
         is_meta: whether it has no values yet.
-        is_adapter: whether an adapter (PEFT) has it in place of, or beside, the base model.
-        is_merged: whether the values of an adapter that is still there are part of it.
-        is_pinned: whether it belongs to a frozen part, and is never written to.
-        added: products that adapters add to it on the way.
-        scaling: factor by which the model multiplies the product of this adapter's factor.
+        is_adapter: whether it belongs to an adapter (PEFT), in place of or besides the base model.
+        is_merged: whether its values include those of an adapter that still exists.
+        is_pinned: whether it belongs to a frozen part, and is never written.
+        added: products that adapters add to it while it is sent.
+        scaling: the model's factor for the product that this factor belongs to.
     """
 
     keys: tuple[str, ...]
@@ -74,7 +78,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class EndDescription:
-    """One side of a sync on this rank, in words; equal if it is the same for other ranks.
+    """The description of one end on this rank; equal if other ranks hold the same end.
 
     Attributes:
         rows: rows of its tensors.
@@ -88,7 +92,7 @@ class EndDescription:
 
     @cached_property
     def digest(self) -> str:
-        """Digest by which ranks with the same rows find each other; empty without tensors."""
+        """Digest of the rows, equal on ranks with the same rows; empty without tensors."""
         if not self.rows:
             return ""
         layouts: dict[int, str] = {}  # by identity, because many rows share one
@@ -103,10 +107,10 @@ class EndDescription:
 
 @dataclass(frozen=True)
 class End:
-    """One side of a sync on this rank.
+    """One end of a sync on this rank.
 
     Attributes:
-        module: the given module, or one that holds the dict's tensors; empty for None.
+        module: the module, or one that holds the tensors of the dict; empty for None.
         tensors: tensors of the module.
         described: description of the same tensors for other ranks.
     """
@@ -117,7 +121,7 @@ class End:
 
     @property
     def rows(self) -> tuple[TensorInfo, ...]:
-        """The tensors, as other ranks know them."""
+        """The descriptions of the tensors for other ranks."""
         return self.described.rows
 
     @property
@@ -134,17 +138,17 @@ def find_end(
     merge: bool = False,
     known: EndDescription | None = None,
 ) -> End:
-    """Find one end as this rank has it.
+    """Find one end on this rank.
 
     Args:
         model: the module, the dict, or None.
         ranks: ranks of the call.
-        layout: layout of the whole tensors that its plain tensors are parts of.
-        merge: describe the end as the model would be with its adapters merged.
+        layout: layout of the tensors of which its plain tensors are parts.
+        merge: describe the model as if its adapters were merged.
         known: an earlier description of it, whose digest is used if nothing has changed.
 
     Raises:
-        LoadError: tensors cannot be read or written (the error gives their type), parts do not
+        LoadError: tensors cannot be read or written (the error names their type), parts do not
             match the layout, or adapters cannot be merged.
         TypeError, ValueError: as for `apply_layout`.
     """
@@ -153,7 +157,7 @@ def find_end(
     if layout is not None:
         apply_layout(tensors, layout, ranks)
         for tensor, row in zip(tensors, known.rows if known is not None else (), strict=False):
-            cut_as_source(tensor, row.shape)  # as the ranks have found out together
+            cut_as_source(tensor, row.shape)  # with the shape that all ranks found together
     described = describe(module, tensors, merge=merge)
     return End(module, tensors, known if known is not None and known == described else described)
 
@@ -194,7 +198,7 @@ def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:
 
 
 def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[TensorInfo]:
-    """Make the rows of a model as it would be with its adapters merged.
+    """Make the rows of a model as if its adapters were merged.
 
     Raises:
         LoadError: as for `find_lora`.
@@ -225,29 +229,32 @@ def _as_merged(tensors: list[ModelTensor], rows: list[TensorInfo]) -> list[Tenso
 
 
 def check_values(end: End) -> None:
-    """Refuse a source that has no values to send.
+    """Check that a source has values to send.
 
     Raises:
-        LoadError: tensors are on meta, or their memory was released.
+        LoadError: tensors are on meta, or their storage was freed.
     """
     wanted = [row for row in end.rows if row.kind != "derived"]
     on_meta = [n for n, row in enumerate(end.rows) if row.is_meta and row.kind != "derived"]
     if on_meta:
         names = ", ".join(end.tensors[n].name for n in on_meta[:10])
         raise LoadError(
-            f"src has no values yet: {names} ({len(on_meta)} of {len(wanted)} tensors) on meta: "
-            "load or materialize it first"
+            f"src has no values yet: {len(on_meta)} of {count(len(wanted), 'tensor')} on the meta "
+            f"device ({names}). Load or materialize src first"
         )
     for tensor in end.tensors:
         if tensor.kind != "derived" and not tensor.is_dtensor and is_released(tensor.tensor):
             raise LoadError(
-                f"{tensor.name}: its memory was released (untyped_storage().resize_): sync before"
+                f"{tensor.name}: its storage was freed with untyped_storage().resize_(0). Sync the "
+                "model before that"
             )
 
 
 def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
-    """Name the accelerator that holds all of a rank's tensors that may move; "" for the CPU, "meta"
-    if the others are on meta, and "several" if they are not in one place.
+    """Return the accelerator that holds all of a rank's tensors that may move.
+
+    Returns "" for the CPU, "meta" if the others are on meta, and "several" if they are not on one
+    device.
     """
     devices = {tensor.tensor.device for tensor in tensors if tensor.kind != "derived"}
     if len(devices) > 1:
@@ -256,10 +263,10 @@ def accelerator_of(tensors: Sequence[ModelTensor]) -> str:
 
 
 def _as_module(model: Module) -> nn.Module:
-    """Make a module of the given tensors; names of a dict are kept as they are."""
+    """Make a module from the tensors; names in a dict are kept unchanged."""
     if isinstance(model, nn.Module):
         return model
     module = nn.Module()
-    # Not by register_parameter, which refuses dots, and tensors that are not Parameters.
+    # Not with register_parameter, which rejects dots, and tensors that are not Parameters.
     module.__dict__["_parameters"].update(model or {})
     return module

@@ -29,14 +29,17 @@ from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.box import row_major
 from anyrank.world.ranks import Ranks
 
-OVERWRITTEN = "tensors of dst that were real are partly overwritten: sync again before use"
+OVERWRITTEN = (
+    "Tensors of dst that were not on the meta device are partly overwritten; sync again before you "
+    "use dst"
+)
 
 
 def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) -> SyncReport:
-    """Give `dst` the values of `src`. All ranks, with the plan that they agreed on.
+    """Copy the values of `src` into `dst`, with the plan on which the ranks agreed. Collective.
 
     Raises:
-        AnyrankError: an error of any rank, on all ranks.
+        AnyrankError: an error of any rank, on every rank.
     """
     plan, dst = agreed.plan, agreed.dst
     share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
@@ -59,10 +62,10 @@ def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) 
 
 
 class LiveSide(Side):
-    """A live model, held in shares by the ranks that have it.
+    """A live model, of which each rank holds a share.
 
     Attributes:
-        verified: description of the comparisons of `verify=True`.
+        verified: a text that says what `verify=True` compared.
     """
 
     moving = WHAT
@@ -83,7 +86,7 @@ class LiveSide(Side):
         self.mover: ChannelMover
 
     def gather_factors(self) -> None:
-        """Receive the factors of adapters that this rank needs, whole. All ranks."""
+        """Receive the whole factors of the adapters that this rank needs. Collective."""
         if not self.plan.factors:
             return
 
@@ -106,7 +109,7 @@ class LiveSide(Side):
         self.ranks.run("gathering the adapters", self.for_factors.run)
 
     def prepare(self, share: ModelShare) -> None:
-        """Allocate memory, and refuse memory of `dst` that cannot be filled as it is.
+        """Allocate memory, and check that the memory of `dst` can be filled.
 
         Raises:
             LoadError: memory of a tensor cannot be filled; the error names the tensor.
@@ -115,10 +118,10 @@ class LiveSide(Side):
         real = share.real()
         memory = self._memory
         where = [(m.data_ptr(), m.stride(), m.device) for m in (*real.values(), *memory.values())]
-        for index in real:  # a kept plan knows no memory
+        for index in real:  # a kept plan has not checked this memory
             if problem := unwritable(match.tensors[index]):
                 raise LoadError(problem)
-        if where != plan.route.checked:  # memory that lies as it did then has been compared
+        if where != plan.route.checked:  # memory with the same layout has already been checked
             # Merged values may not go into the memory of src: its adapters would count twice.
             by_element = not self.atomic or plan.added
             check_overlaps(match.tensors, match.stored, real, self._sources() if by_element else {})
@@ -138,7 +141,10 @@ class LiveSide(Side):
         )
 
     def compare(self) -> None:
-        """Compare frozen parts, tensors that `dst` ties, and with `verify` replicas in `src`."""
+        """Compare frozen parts, tensors that `dst` ties, and with `verify` replicas in `src`.
+
+        Collective.
+        """
         check_before(self.plan.flows, self.places, self.ranks)
         if self.verify:
             tensors, plan = self.agreed.src.tensors, self.plan
@@ -162,13 +168,13 @@ class LiveSide(Side):
         self.mover.run()
 
     def check(self) -> None:
-        """With `verify`, compare both ends."""
+        """Compare both ends if `verify` is set. Collective."""
         if self.verify:
             moved = [flow for flow in self.plan.flows if not flow.is_compared]
             check_equal(moved, self.places, self.ranks)
 
     def moved(self) -> Moved:
-        """Bytes moved so far."""
+        """Return the bytes moved so far."""
         movers = [mover for mover in (self.mover, self.for_factors) if mover is not None]
         sent, received = (
             sum(mover.sent for mover in movers),
@@ -184,7 +190,7 @@ class LiveSide(Side):
         )
 
     def damage_note(self) -> str:
-        """Say in an error what state `dst` is in."""
+        """Return the sentence that an error adds about the state of `dst`."""
         return "dst keeps its values" if self.atomic else OVERWRITTEN
 
     def _rounds(self, flows: Sequence[Flow]) -> tuple[list[list[Flow]], int]:
@@ -192,7 +198,7 @@ class LiveSide(Side):
         moved = [flow for flow in flows if not flow.is_compared]
         transfers = (transfer for flow in moved for transfer in flow.transfers)
         is_alone = all(transfer.sender == transfer.receiver for transfer in transfers)
-        # A few of the longest messages have room.
+        # Room for a few of the longest messages.
         window = 0 if is_alone else max(4 * MESSAGE_BYTES, BUFFER_BYTES.get())
         return [*in_rounds(moved, self.plan.receivers)], window
 
@@ -203,9 +209,9 @@ class LiveSide(Side):
         return {number: tensors[index].local() for number, index in self.plan.locals.items()}
 
     def _sources(self) -> dict[int, SourceMemory]:
-        """Map numbers to this rank's tensors of `src`, in which a plan counts row-major.
+        """Map numbers to this rank's tensors of `src`; a plan counts their elements row-major.
 
-        A tensor that is merged on the way exists nowhere as such, and so has no strides.
+        Merged values are not stored in memory, so they have no strides.
         """
         tensors, plan = self.agreed.src.tensors, self.plan
         sources: dict[int, SourceMemory] = {}

@@ -1,4 +1,4 @@
-"""Which tensor of `src` flows into which of `dst`: the plan of a sync, made by each rank."""
+"""The plan of a sync: which tensor of `src` fills which of `dst`. Every rank makes it."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ ROUND_BYTES = 64 << 20  # per rank, on average, between two agreements
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The plan of a sync of two ends; only the loss of a rank or of memory can make it fail.
+    """The plan of a sync of two ends. It can fail only if a rank dies or memory runs out.
 
     Attributes:
         match: what fills this rank's `dst`, without its tensors.
         flows: all tensors of all ranks' `dst`, in the order in which they are sent.
-        factors: factors of adapters to merge, whole for each rank that has a part of a weight that
-            they are added to; `index` is the number of the source tensor.
+        factors: whole factors of adapters to merge, for each rank that has a part of a weight to
+            which their product is added; `index` is the number of the source tensor.
         added: number of a source tensor -> the adapters' products, with the numbers of the factors.
         locals: source tensor -> its position among this rank's tensors of `src`.
-        shared: source tensors that several ranks hold equal, with the ranks; without buffers.
+        shared: source tensors that are the same on several ranks, with the ranks; no buffers.
         facts: facts about all `dst` together: the report, as far as the plan knows it.
         rebuild: whether any rank has non-persistent buffers on meta.
         receivers: number of ranks that have a `dst`.
-        renamed: name in `src` -> name that a callable `rename` gave it; empty for other kinds.
-        accelerators: those of all ranks, in the group's order; see `choose_channel`.
+        renamed: name in `src` -> name that a callable `rename` returned; empty for other kinds.
+        accelerators: the accelerators of all ranks, in the group's order; see `choose_channel`.
         route: the messages of `flows`, once they are made.
     """
 
@@ -77,10 +77,10 @@ class SyncPlan:
 
 
 class HeldEnd(NamedTuple):
-    """One rank's summary of one end, for the others.
+    """One rank's summary of one end, for the other ranks.
 
     Attributes:
-        digest: equal if ranks hold the end equal; "" if this rank holds nothing of it.
+        digest: the same on ranks that hold the end in the same way; "" if this rank has no part.
         coordinates: position of this rank in the mesh of each of its tensors.
     """
 
@@ -90,7 +90,7 @@ class HeldEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class EndsSummary:
-    """One rank's summary of its two ends, for the others.
+    """One rank's summary of its two ends, for the other ranks.
 
     Attributes:
         src, dst: summaries of both.
@@ -103,7 +103,7 @@ class EndsSummary:
 
 
 def in_rounds(flows: Iterable[Flow], receivers: int) -> Iterator[list[Flow]]:
-    """Group flows in runs of about ROUND_BYTES per receiver; the same on all ranks."""
+    """Group flows in rounds of about ROUND_BYTES per receiver; the same on every rank."""
     most = ROUND_BYTES * max(1, receivers)
     run: list[Flow] = []
     total = 0
@@ -124,7 +124,7 @@ def renamed_by(names: Iterable[str], options: LoadOptions) -> dict[str, str]:
 
 
 class Planner:
-    """Makes one plan. Every rank arrives at the same flows, each with its own transfers."""
+    """The maker of one plan. Every rank makes the same flows, with its own transfers."""
 
     def __init__(
         self, summaries: Sequence[EndsSummary], ranks: Ranks, options: LoadOptions
@@ -138,10 +138,10 @@ class Planner:
         self.transfers: dict[Any, tuple[Transfer, ...]] = {}
 
     def plan(self, dst: End, src: End) -> SyncPlan:
-        """Make the plan. All ranks.
+        """Make the plan. Collective.
 
         Raises:
-            LoadError: the ends do not fit on any rank; raised on all.
+            LoadError: the ends do not match on a rank; raised on every rank.
             ValueError: all ranks lack one end.
         """
         from_ranks = _alike({rank: summary.src for rank, summary in self.summaries.items()})
@@ -149,8 +149,8 @@ class Planner:
         for name, groups in (("src", from_ranks), ("dst", to_ranks)):
             if not groups:
                 raise WrongValue(
-                    f"{name} is None, or holds no tensors, on every rank: give it on those that "
-                    "hold its tensors"
+                    f"{name}= is None, or has no tensors, on every rank. Pass it on the ranks that "
+                    "have its tensors"
                 )
 
         groups = [
@@ -191,7 +191,7 @@ class Planner:
             shared=tuple(
                 (number, members)
                 for number, source in enumerate(sources)
-                if source.row.kind != "buffer"  # which nothing keeps equal
+                if source.row.kind != "buffer"  # buffers may differ between ranks
                 for members in source.holders().values()
                 if len(members) > 1
             ),
@@ -205,13 +205,13 @@ class Planner:
     def _matched(
         self, dst: End, sources: Sequence[SourceTensor], to_ranks: Sequence[Sequence[int]]
     ) -> tuple[ModelMatch, EndMatch, dict[str, str]]:
-        """Match this rank's `dst` with the sources; also return the renamed ones. All ranks.
+        """Match this rank's `dst` with the sources; also return the renamed ones. Collective.
 
         Raises:
-            LoadError: as for `plan`; or ranks give one `dst` different names.
+            LoadError: as for `plan`; or `rename=` differs between the ranks of one `dst`.
         """
         listing, options = listing_of(sources), self.options
-        if len(to_ranks) > 1:  # a source that one dst does not take, another may
+        if len(to_ranks) > 1:  # another dst may use a source that one dst does not
             options = replace(options, unexpected="ignore")
 
         def match_here() -> tuple[tuple[ModelMatch, EndMatch, dict[str, str]], dict[str, Compared]]:
@@ -230,8 +230,8 @@ class Planner:
             warn_of_idle(own_match[0])
         if not all(known.digest for known in compared.values()):
             raise LoadError(
-                "the ranks' renaming functions give different names for one dst: give all ranks "
-                "the same rename="
+                "rename= returns different names on different ranks of one dst. Pass the same "
+                "rename= on every rank"
             )
         return own_match
 
@@ -241,7 +241,9 @@ class Planner:
         to_ranks: Sequence[Sequence[int]],
         sources: Sequence[SourceTensor],
     ) -> tuple[Flow, ...]:
-        """Make the flows of all tensors of all `dst`, with this rank's transfers; each rank alone.
+        """Make the flows of all tensors of all `dst`, with this rank's transfers.
+
+        Does not communicate.
 
         Args:
             ends: each different `dst`.
@@ -249,14 +251,14 @@ class Planner:
             sources: tensors of `src`.
 
         Raises:
-            LoadError: nobody holds an element that this rank wants.
+            LoadError: no rank holds an element that this rank wants.
         """
         entries = [
             (inflow.index, number, inflow)
             for number, end in enumerate(ends)
             for inflow in end.inflows
         ]
-        # By position first: ranks that hold different parts of a model receive side by side.
+        # By position first, so that ranks with different parts of a model receive in parallel.
         entries.sort(key=lambda entry: entry[:2])
         return tuple(
             self._flow(inflow, ends[number].rows[index], to_ranks[number], number, sources)
@@ -310,7 +312,7 @@ class Planner:
         turned: Collection[str],
         sources: Sequence[SourceTensor],
     ) -> Iterator[Flow]:
-        """Yield source tensors that dst ties, to compare them; `turned` ones transposed.
+        """Yield the flows that compare source tensors that dst ties; `turned` ones transposed.
 
         Raises:
             LoadError: two tensors cannot be equal.
@@ -321,7 +323,10 @@ class Planner:
             strip = Strip.whole(numbers[key], tied.shape)
             strip = strip.transposed() if key in turned else strip
             if (strip.box.sizes, tied.row.dtype) != (other.shape, other.row.dtype):
-                raise LoadError(f"{key} and {loaded} are one tensor in dst, but differ in src")
+                raise LoadError(
+                    f"{key} and {loaded} are tied in dst, but have different shapes or dtypes in "
+                    "src. Untie them in dst, or tie them in src"
+                )
             wanted = {
                 rank: local_pieces(other.shape, other.layout, coordinate)
                 for rank, coordinate in other.coordinates.items()
@@ -335,7 +340,7 @@ class Planner:
         added: Mapping[int, Sequence[tuple[Added, int, int]]],
         sources: Sequence[SourceTensor],
     ) -> Iterator[Flow]:
-        """Yield the factors of adapters, for all ranks that have a part of their weights."""
+        """Yield the flows of adapters' factors, to all ranks with a part of their weights."""
         to_ranks: dict[int, set[int]] = {}
         for number, adapters in added.items():
             groups = sources[number].holders().values()
@@ -349,7 +354,7 @@ class Planner:
     def _whole(
         self, source: SourceTensor, number: int, strip: Strip, wanted: Mapping[int, Sequence[Piece]]
     ) -> Flow:
-        """Make the flow of all of a source tensor, to ranks that want pieces of it."""
+        """Make the flow of a whole source tensor, to ranks that want pieces of it."""
         transfers = transfers_of(self.ranks.rank, [strip], [self._places(source)[1]], wanted)
         return Flow(
             name=source.row.keys[0],
@@ -372,7 +377,7 @@ class Planner:
 
 
 def _alike(ends: Mapping[int, HeldEnd]) -> list[list[int]]:
-    """Group the ranks by what they hold; those that hold nothing are left out."""
+    """Group the ranks by what they hold; ranks that hold nothing are omitted."""
     digests = {rank: end.digest for rank, end in ends.items() if end.digest}
     return [*ranks_by_value(digests).values()]
 
@@ -388,5 +393,5 @@ def _added(sources: Sequence[SourceTensor]) -> dict[int, tuple[tuple[Added, int,
 
 
 def _numel(wanted: Mapping[int, Sequence[Piece]]) -> int:
-    """Count the elements that all ranks want."""
+    """Return the number of elements that all ranks want together."""
     return sum(piece.box.numel for pieces in wanted.values() for piece in pieces)

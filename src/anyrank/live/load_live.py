@@ -1,4 +1,4 @@
-"""A load from a dict of sharded tensors, which is a sync: no rank has all bytes of the source."""
+"""A load from a dict of sharded tensors. It is a sync, because no rank has all bytes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from anyrank.world.ranks import Ranks
 def load_live(
     model: nn.Module, source: object, options: LoadOptions, ranks: Ranks, meter: Meter
 ) -> LoadReport:
-    """Load from tensors that lie on several ranks. All ranks.
+    """Load from tensors that are sharded over several ranks. Collective.
 
     Raises:
         LoadError: as for `anyrank.load`.
     """
     entries: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
-    # Arrays go along, and are refused on all ranks: they may be weights.
+    # Arrays are included, so that they raise an error on every rank: they may be weights.
     tensors = {
         key: value
         for key, value in entries.items()

@@ -1,4 +1,6 @@
-"""The product that LoRA adds to a weight: scaling * B @ A, for any box of the weight. Pure.
+"""The product that LoRA adds to a weight: scaling * B @ A, for any box of the weight.
+
+Pure functions.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
@@ -12,7 +14,7 @@ import torch
 
 from anyrank.tensors.box import Box
 
-# A matrix product of a few rows or columns takes another path in the library, with other bits.
+# A matrix product of few rows or columns uses a different kernel, which rounds differently.
 TILE_ROWS, TILE_COLUMNS = 32, 2048
 
 
@@ -34,9 +36,9 @@ def product(
 
 
 def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
-    """Yield the tiles of a matrix that a box touches: cut by its shape alone, and never narrow.
+    """Yield the tiles of a matrix that a box touches. They depend only on the shape of the matrix.
 
-    A product that is computed by tile has the same bits in every box, on every rank.
+    A product that is computed tile by tile has the same bits in every box, on every rank.
     """
     numel = TILE_ROWS * TILE_COLUMNS
     least = (max(TILE_ROWS, numel // shape[1]), max(TILE_COLUMNS, numel // shape[0]))
@@ -49,7 +51,7 @@ def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
 
 
 def _cuts(size: int, least: int, low: int, high: int) -> list[tuple[int, int]]:
-    """List start and length of a dim's parts that touch [low, high); the last one is longer."""
+    """List the start and length of a dim's parts that touch [low, high); the last is longer."""
     count = max(1, size // least)
     first, last = min(low // least, count - 1), min((high - 1) // least, count - 1)
     return [

@@ -1,4 +1,4 @@
-"""Match the names of `src` and `dst`, as a file's are matched, and find what fills each tensor."""
+"""Match the names of `src` and `dst` like those of a file, and find what fills each tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from anyrank.tensors.layout import Layout, Piece
 from anyrank.tensors.names import candidates, is_of_base_layer, match_keys
 from anyrank.tensors.sharded_tensor import Coordinates, Members, holders
 from anyrank.tensors.spec import StoredTensor, dtype_name
-from anyrank.wording import listed
+from anyrank.wording import count, listed
 from anyrank.world.alike import digest_of
 
 
@@ -34,7 +34,7 @@ class SourceTensor:
     """One tensor of `src`, over all ranks.
 
     Attributes:
-        row: row by which its ranks describe it.
+        row: the description that its ranks send.
         coordinates: global rank -> coordinate in its mesh, for the ranks that have a part of it.
     """
 
@@ -52,7 +52,7 @@ class SourceTensor:
         return self.row.layout
 
     def holders(self) -> Mapping[tuple[Piece, ...], Members]:
-        """Group the ranks that hold the same pieces, by pieces."""
+        """Map pieces to the ranks that hold exactly these pieces."""
         return holders(self.shape, self.layout, tuple(self.coordinates.items()))
 
 
@@ -64,7 +64,7 @@ class Inflow:
         index: position among the tensors of this `dst`.
         strips: positions of its elements in the tensors of `src`.
         stored_dtype: dtype in `src`.
-        is_compared: whether it belongs to a frozen part, which has to be equal already.
+        is_compared: whether it belongs to a frozen part, which must already be equal.
     """
 
     index: int
@@ -75,13 +75,13 @@ class Inflow:
 
 @dataclass(frozen=True)
 class EndMatch:
-    """One `dst` as all ranks know it: the rows of its tensors, and how each is filled.
+    """The description of one `dst` for all ranks: its tensors' rows, and how each is filled.
 
     Attributes:
         rows: rows of its tensors.
-        inflows: inflows of those that `src` holds.
+        inflows: inflows of the tensors that `src` contains.
         facts: the report, as far as the match knows it.
-        adapters: names in `src` of tensors of adapters that this `dst` has no place for.
+        adapters: names in `src` of adapter tensors that this `dst` does not have.
         turned: names in `src` of tensors that `dst` has as a transposed view of another tensor.
     """
 
@@ -93,7 +93,7 @@ class EndMatch:
 
     @property
     def digest(self) -> str:
-        """Digest that is equal if ranks have found the same match."""
+        """Digest that is equal on ranks with the same match."""
         return digest_of([self.inflows, self.facts])
 
 
@@ -103,7 +103,7 @@ def sources_of(
     """Find the tensors of `src` over all ranks that have a part of it.
 
     Args:
-        groups: rows that ranks hold equal, with each such rank's coordinates.
+        groups: rows that are the same on several ranks, with the coordinates of each such rank.
 
     Raises:
         LoadError: ranks hold a tensor of the same name in different ways.
@@ -118,16 +118,16 @@ def sources_of(
             if (words, tensor.row.added) != (other_words, row.added):
                 first, other = next(iter(tensor.coordinates)), next(iter(ranks))
                 raise LoadError(
-                    f"{row.keys[0]}: ranks hold it in different ways in src: rank {first} as "
-                    f"{words}, rank {other} as {other_words}: give src on the ranks of one layout, "
-                    "with the same adapters merged, and None on the others"
+                    f"{row.keys[0]}: ranks hold it in different ways in src (rank {first} as "
+                    f"{words}, rank {other} as {other_words}). Pass src on the ranks of one "
+                    "layout, with the same adapters merged, and None on the other ranks"
                 )
             tensor.coordinates.update(
                 {rank: known.coordinate(index) for rank, known in ranks.items()}
             )
     for tensor in known.values():
         if tensor.row.kind == "buffer" and tensor.layout is None:
-            # Plain buffers may differ between ranks: those of the first one count, as in a save.
+            # Plain buffers may differ between ranks: those of the first rank count, as in a save.
             first = min(tensor.coordinates)
             tensor.coordinates = {first: tensor.coordinates[first]}
     return list(known.values())
@@ -141,7 +141,7 @@ def _describe(row: TensorInfo) -> str:
 
 
 def listing_of(sources: Sequence[SourceTensor]) -> Listing:
-    """List the tensors of `src` by all their names, as a file's would be listed.
+    """List the tensors of `src` under all their names, like those of a file.
 
     Raises:
         LoadError: two tensors have the same name.
@@ -151,7 +151,9 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
         row = source.row
         for key in row.keys if row.kind != "factor" else ():
             if key in tensors:
-                raise LoadError(f"src holds {key} twice, as different tensors on different ranks")
+                raise LoadError(
+                    f"src contains {key} twice: different ranks have different tensors of that name"
+                )
             tensors[key] = StoredTensor.contiguous(key, row.shape, row.dtype, number, 0)
     return Listing(LIVE, (), tensors)
 
@@ -159,7 +161,7 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
 def match_ends(
     dst: End, sources: Sequence[SourceTensor], listing: Listing, options: LoadOptions
 ) -> tuple[ModelMatch, EndMatch]:
-    """Match this rank's `dst` with `src`, on this rank alone.
+    """Match this rank's `dst` with `src`. Does not communicate.
 
     Returns:
         The match, without the tensors themselves, and its description for the other ranks.
@@ -177,7 +179,7 @@ def match_ends(
         for key in source.row.keys
     ]
     left = match_keys(names, adapters, renamer(options.rename)).unexpected
-    if left or not dst.tensors:  # the first is refused below for all dst, with words of its own
+    if left or not dst.tensors:  # for `left`, `joined` raises its own error about all dst
         options = replace(options, unexpected="ignore")
     match = match_model(dst.module, listing, options, dst.tensors)
     for index, stored in match.stored.items():
@@ -186,8 +188,8 @@ def match_ends(
         if at_base and any(row.is_merged != dst.rows[index].is_merged for row in rows):
             both = ("src", "dst") if rows[0].is_merged else ("dst", "src")
             raise LoadError(
-                f"{dst.tensors[index].name}: the adapter is merged into the base weights of "
-                f"{both[0]}, and not of {both[1]}: call merge_adapter() or unmerge_adapter() on "
+                f"{dst.tensors[index].name}: the adapter is merged into the base weights in "
+                f"{both[0]}, but not in {both[1]}. Call merge_adapter() or unmerge_adapter() on "
                 "one of them"
             )
         scaling, src_scaling = dst.rows[index].scaling, rows[0].scaling
@@ -195,8 +197,8 @@ def match_ends(
             continue
         if scales_differ(scaling, src_scaling):
             raise LoadError(
-                f"{dst.tensors[index].name}: its adapter is scaled by {src_scaling:g} in src, and "
-                f"by {scaling:g} in dst, another model: give both the same LoraConfig"
+                f"{dst.tensors[index].name}: its adapter is scaled by {src_scaling:g} in src, but "
+                f"by {scaling:g} in dst, so the two models differ. Use the same LoraConfig in both"
             )
     shapes = [source.shape for source in sources]
     inflows = tuple(
@@ -209,18 +211,18 @@ def match_ends(
 
 
 def _check_merged(dst: End, sources: Sequence[SourceTensor]) -> None:
-    """Refuse merge=True if there is nothing to merge, or if an adapter would count twice.
+    """Check that merge=True has something to merge, and that no adapter would count twice.
 
     Raises:
-        LoadError: either is the case; the error names the adapter of dst.
+        LoadError: src has no adapter; or dst has one, which the error names.
     """
     if not any(source.row.added or source.row.is_merged for source in sources):
-        raise LoadError("merge=True, and src has no active adapter (PEFT): leave it out")
+        raise LoadError("merge=True needs an active PEFT adapter in src. Remove merge=True")
     adapters = [row.keys[0] for row in dst.rows if row.is_adapter]
     if adapters:
         raise LoadError(
-            f"merge=True, and dst has an adapter as well, as {adapters[0]}: leave out merge=True "
-            "to give it the values of the adapter of src, or give a dst without"
+            f"merge=True, but dst has an adapter too ({adapters[0]}). Remove merge=True to copy "
+            "the adapter, or pass a dst without adapters"
         )
 
 
@@ -261,10 +263,10 @@ def _facts(dst: End, match: ModelMatch, count: int, sources: Sequence[SourceTens
 def check_all_shards(
     ends: Sequence[EndMatch], coordinates: Sequence[Mapping[int, Coordinates]], called: int
 ) -> None:
-    """Refuse a dst for which some ranks of its mesh pass None.
+    """Check that every rank of the mesh of a dst passes it.
 
-    If not all ranks are called, the others may have a call of their own; if each passes something,
-    each gets what it asked for.
+    There is nothing to check if only some ranks call, because the rest may have their own call, or
+    if every rank passes a dst.
 
     Args:
         ends: each different `dst`.
@@ -272,7 +274,7 @@ def check_all_shards(
         called: number of ranks in the call.
 
     Raises:
-        LoadError: there is such a mesh; the error names a tensor of it.
+        LoadError: some ranks of a mesh pass None; the error names a tensor.
     """
     if sum(map(len, coordinates)) == called or called < dist.get_world_size():
         return
@@ -288,13 +290,13 @@ def check_all_shards(
         count, num_present = math.prod(layout.mesh_shape), len(present - {None})
         if num_present < count:
             raise LoadError(
-                f"{name}: dst lies on {count} ranks, and {num_present} of them passed it, so the "
-                "others would keep old values: give dst on all ranks of its mesh"
+                f"{name}: dst is sharded over {count} ranks, but only {num_present} of them passed "
+                "it, so the rest would keep old values. Pass dst on every rank of its mesh"
             )
 
 
 def _merged(rows: Iterable[TensorInfo]) -> str:
-    """Name the adapters that are merged into a tensor, in words."""
+    """Return a text with the adapters that are merged into a tensor."""
     words = (f"{low.adapter} x {low.scaling:g}" for row in rows for low in row.added)
     return ", ".join(dict.fromkeys(words))
 
@@ -303,7 +305,8 @@ def joined(ends: Sequence[EndMatch], unexpected: str) -> SyncReport:
     """Join the facts of all `dst`: a tensor of `src` is used if one of them uses it.
 
     Raises:
-        LoadError: no `dst` has an adapter of `src`; or other tensors, unless they may be ignored.
+        LoadError: no `dst` has the tensors of an adapter of `src`, or other tensors of `src` that
+            may not be ignored.
     """
     first, *others = (end.facts for end in ends)
     for facts in others:
@@ -323,13 +326,13 @@ def joined(ends: Sequence[EndMatch], unexpected: str) -> SyncReport:
     left = [key for key in ends[0].adapters if all(key in end.adapters for end in ends)]
     if left:
         raise LoadError(
-            f"src has {len(left)} tensors of adapters (PEFT) that dst has not, as {left[0]}: the "
-            "base weights without them are other weights: sync with merge=True, or give dst the "
-            "same adapter"
+            f"src has {count(len(left), 'PEFT adapter tensor')} (such as {left[0]}) that dst does "
+            "not have; without them dst would compute something different. Sync with merge=True, "
+            "or add the same adapter to dst"
         )
     if first.unexpected and unexpected == "error":
         raise LoadError(
-            f"src does not fit dst:\n{listed('unexpected in the source', first.unexpected)}\n  to "
-            "go on: rename=..., or unexpected='ignore'"
+            f"src does not match dst:\n{listed('unexpected in the source', first.unexpected)}\n"
+            "  Fix: map the names with rename=..., or set unexpected='ignore'"
         )
     return first

@@ -1,7 +1,7 @@
-"""The products that adapters add to weights of `src` while these are read (`merge=True`).
+"""The products that adapters add to weights of `src` while the weights are read (`merge=True`).
 
-The factors are whole on each rank that sends; their product is computed tile by tile, so that an
-element has the same bits whichever rank sends it, and in whatever box.
+Each rank that sends has the whole factors. Their product is computed tile by tile, so that an
+element has the same bits whichever rank sends it, and in whichever box.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anyrank.loading.sharing.transfers import Transfer
 from anyrank.tensors.box import Box
 
 KEPT_TILES = (
-    8  # of 1 MiB at most in float32: boxes end within a tile, and the next one begins there
+    8  # of at most 1 MiB in float32: a box may end within a tile, where the next one starts
 )
 
 
@@ -27,7 +27,7 @@ class Adapters:
     """The adapters of this rank's source tensors.
 
     Args:
-        factors: factors by number of the source tensor, whole.
+        factors: number of the source tensor -> the whole factor.
         added: number of a source tensor -> products added to it, with the numbers of A and B.
     """
 
@@ -43,8 +43,8 @@ class Adapters:
     def add_to(self, view: torch.Tensor, number: int, box: Box) -> torch.Tensor:
         """Return the elements of a box of a source tensor, merged and rounded as PEFT does.
 
-        PEFT adds one adapter after the other to the weight in its own dtype. A product of float32
-        factors is added in float32, that of an embedding only after it was rounded.
+        PEFT adds the adapters one by one to the weight, in the weight's dtype. A product of float32
+        factors is added in float32; for an embedding, it is rounded first.
         """
         merged = view.clone()
         for low, a, b in self.added[number]:
@@ -68,18 +68,18 @@ class Adapters:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, box: Box, low: Added) -> torch.Tensor:
-    """Compute scaling * B @ A; a CPU does it in float32 and rounds to B's dtype, as in PEFT."""
+    """Compute scaling * B @ A. As in PEFT, a CPU computes in float32 and rounds to B's dtype."""
     is_wide = not b.is_cpu or b.dtype not in (torch.float16, torch.bfloat16)
     wide = (a, b) if is_wide else (a.float(), b.float())
     return product(*wide, box, low.scaling, transposed=low.transposed).to(b.dtype)
 
 
 class LiveMemory(LocalMemory):
-    """This rank's memory of `src` and `dst`, where adapters may add to `src`.
+    """This rank's memory of `src` and `dst`, if adapters may add to `src`.
 
     Args:
         sources: number of a source tensor -> this rank's part of it.
-        targets: position in `dst` -> the part that this rank has to fill.
+        targets: position in `dst` -> the part that this rank fills.
         adapters: adapters that are added to sources while they are read.
     """
 
@@ -102,5 +102,5 @@ class LiveMemory(LocalMemory):
         return turned(merged, strip, box.sizes)
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Return whether adapters are added to the values, so that nothing holds them."""
+        """Return True if adapters are added to the values, so that they are not in memory."""
         return flow.strips[transfer.strip].source in self.adapters.added

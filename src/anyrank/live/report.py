@@ -1,4 +1,4 @@
-"""The report of a sync: equal on all ranks and printable as one screen."""
+"""The report of a sync: the same on every rank, and printable as one screen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from anyrank.wording import count
 
 @dataclass(frozen=True)
 class SyncReport(FillReport):
-    """The report of a sync. Equal on all ranks. Lists have an entry per rank, in the group's order.
+    """The report of a sync, the same on every rank. Lists have one entry per rank.
+
+    Entries of lists are in the order of the group.
 
     Example::
 
@@ -20,10 +22,10 @@ class SyncReport(FillReport):
         print(report)  # one screen
 
     Attributes:
-        tensors: number of tensors of `dst` that have the values of `src` now.
-        missing: tensors of `dst` that `src` does not hold.
+        tensors: number of tensors of `dst` that now have the values of `src`.
+        missing: tensors of `dst` that `src` does not contain.
         unexpected: names in `src` that fill no tensor of `dst`.
-        kept: missing tensors that kept the values they had.
+        kept: missing tensors that kept their values.
         initialized: missing tensors that were on meta, with the rule that filled them.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         renamed: tensor of `dst` -> its name in `src`, if the two differ.
@@ -34,17 +36,18 @@ class SyncReport(FillReport):
         merged: with `merge=True`, tensor of `dst` -> the adapters whose product was added to the
             values of `src`, each with its scaling.
         frozen: tensors of frozen parts of `dst`: compared with those of `src`, and not written.
-        renewed: tensors that were on meta whose objects torch could not keep.
+        renewed: meta tensors that were replaced by new objects because something else references
+            the old ones.
         bytes_sent, bytes_received: bytes between ranks, in the smaller of the two dtypes.
-        bytes_copied: bytes that each rank had itself, in the dtype of `dst`.
-        peak_host_bytes, peak_device_bytes: above the state before the call; memory that was
-            allocated for tensors on meta is part of it.
+        bytes_copied: bytes that each rank copied for itself, in the dtype of `dst`.
+        peak_host_bytes, peak_device_bytes: peaks relative to the state before the call; they
+            include memory that was allocated for tensors on meta.
         channel: the library that moved bytes from device to device: "nccl"; "" for gloo.
         channel_bytes: device memory of each rank that the channel's buffers took during the call.
-        group_bytes: device memory of each rank that the channel's group keeps, if the device says
-            how much is free.
-        is_planned: whether the plan was made in this call, and not in an earlier one of the `Sync`.
-        verified: comparisons of `verify=True`, in words; "" without it.
+        group_bytes: device memory of each rank that the channel's group keeps, if the device
+            reports its free memory.
+        is_planned: whether this call made a new plan.
+        verified: a text that says what `verify=True` compared; "" without it.
         seconds: duration on the slowest rank.
     """
 
@@ -60,7 +63,7 @@ class SyncReport(FillReport):
 
     def __str__(self) -> str:
         plan = "a new plan" if self.is_planned else "the plan of an earlier call"
-        lines = [f"synced {count(self.tensors, 'tensor')} in {self.seconds:.2f} s, by {plan}"]
+        lines = [f"synced {count(self.tensors, 'tensor')} in {self.seconds:.2f} s, with {plan}"]
         for title, values in (
             ("sent", self.bytes_sent),
             ("received", self.bytes_received),

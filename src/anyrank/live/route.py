@@ -1,4 +1,4 @@
-"""The messages of a plan, kept as long as memory has the same layout."""
+"""The messages of a plan, kept while the layout of memory is the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Geometry = Sequence[tuple[Any, ...]]
 
 
 class Route:
-    """The messages of a plan, kept with it for as long as memory has the same layout.
+    """The messages of a plan, kept with it while the layout of memory is the same.
 
     Attributes:
         checked: layout of the two ends' memory in the last call: address, strides, device.
@@ -22,7 +22,7 @@ class Route:
         self._targets: Geometry = ()
         self._kept: dict[int, list[Message]] = {}
         self.channel: Any = (
-            None  # see `device_channel.py`; False where it was asked for, and there is none
+            None  # see `device_channel.py`; False once it is known that the plan uses none
         )
 
     def begin(self, checked: Geometry, targets: Geometry) -> None:
@@ -30,7 +30,7 @@ class Route:
 
         Args:
             checked: layout of the two ends; addresses may change.
-            targets: strides and device of the targets, which may be memory for this call alone.
+            targets: strides and device of the targets, which may be memory for only this call.
         """
         lies = [entry[1:] for entry in self.checked]
         if [entry[1:] for entry in checked] != lies or targets != self._targets:
@@ -38,7 +38,7 @@ class Route:
         self.checked, self._targets = checked, targets
 
     def messages(self, number: int, make: Callable[[], list[Message]]) -> list[Message]:
-        """Return the messages of a round, made at the first call."""
+        """Return the messages of a round, which the first call makes."""
         if number not in self._kept:
             self._kept[number] = make()
         return self._kept[number]

@@ -1,4 +1,4 @@
-"""`anyrank.sync`: live weights of one model into another, whatever layout each of them has."""
+"""`anyrank.sync`: copy live weights of one model into another, whatever their layouts are."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def sync(
     atomic: bool = False,
     process_group: Group = None,
 ) -> SyncReport:
-    """Give `dst` the weights that `src` has now: from trainer to generator, from model to teacher.
+    """Copy the current weights of `src` into `dst`, for example from trainer to generator.
 
-    Every rank of the group calls it. `src` and `dst` may be on the same ranks, on others, or on
-    some of the same, each plain, DDP, FSDP2, tensor parallel or a mixture: each byte goes straight
-    from a rank that has it to the ranks that lack it, in the smaller of the two dtypes, through a
-    window of 8 MiB (ANYRANK_BUFFER_BYTES). Names, shapes and dtypes are compared on all ranks
-    before the first byte moves. Use a `Sync` for repeated syncs, because it keeps its plan.
+    Collective: every rank of the group must call it. `src` and `dst` may be on the same, on
+    different, or on partly overlapping ranks, each plain, DDP, FSDP2, tensor parallel or a mixture.
+    Each byte goes directly from a rank that has it to the ranks that lack it, in the smaller of the
+    two dtypes, through a window of 8 MiB (ANYRANK_BUFFER_BYTES). Names, shapes and dtypes are
+    compared on every rank before the first byte moves. Use a `Sync` for repeated syncs, because it
+    keeps its plan.
 
     Example::
 
@@ -51,38 +52,38 @@ def sync(
         assert torch.equal(generator.weight, trainer.weight)
 
     Args:
-        dst: a model, or a dict of tensors, that is written to in place; what is on meta gets
-            memory. None on ranks that have no part of it.
+        dst: a model, or a dict of tensors, that is written in place; tensors on meta get memory.
+            None on ranks that have no part of it.
         src: a model, or a dict of tensors. None on ranks that have no part of it.
         rename: from the names of `src` to those of `dst`: a dict of names or prefixes, a list of
             (regex, replacement), or a callable.
-        cast: "float" casts between floating dtypes and widens integers; "any" casts whatever torch
-            can.
-        missing: what to do with tensors of `dst` that `src` does not hold: "error"; "keep" leaves
-            them; "init" gives them the model's own initial values.
+        cast: "float" casts between floating dtypes and widens integers; "any" casts everything that
+            torch can.
+        missing: what to do with tensors of `dst` that `src` does not contain: "error"; "keep"
+            leaves them unchanged; "init" gives them the model's own initial values.
         unexpected: what to do with tensors of `src` that fill nothing: "error" or "ignore".
-        layout: for plain tensors that are this rank's part of a whole: a dict of name or pattern to
-            (mesh, placements), or a function of the name; a pair of these for `dst` and `src` if
-            the two differ. Ranks may give different ones.
-        merge: send `src` with its adapters merged, as PEFT's `merge_and_unload()` does it: the
-            product of the LoRA factors is added to what is sent, and `src` stays as it is. Each
-            rank that sends holds whole factors meanwhile.
-        verify: digest what both ends hold afterwards, and compare; compare replicas in `src` too.
-        atomic: keep the values of `dst` until all ranks have received all of theirs, at the cost of
-            a second share.
-        process_group: the ranks that take part, or `anyrank.ALONE` for this process alone. Default:
-            all, or this process alone if no group is initialized.
+        layout: for plain tensors that are this rank's part of a larger tensor: a dict of name or
+            pattern to (mesh, placements), or a function of the name; a pair of these for `dst` and
+            `src` if the two differ. Ranks may pass different ones.
+        merge: send `src` with its adapters merged, as by PEFT's `merge_and_unload()`: the product
+            of the LoRA factors is added to the sent values, and `src` is unchanged. During the
+            call, each rank that sends holds the whole factors.
+        verify: compare digests of both ends afterwards, and compare replicas in `src`.
+        atomic: keep the values of `dst` until every rank has received its share, at the cost of a
+            second share.
+        process_group: the ranks that take part, or `anyrank.ALONE` for only this process. Default:
+            all ranks, or only this process if no group is initialized.
 
     Returns:
-        The report, equal on all ranks.
+        The report, the same on every rank.
 
     Raises:
-        LoadError: the two do not fit each other, cannot be read or written, or ranks were called
-            with different arguments; on all ranks. Nothing has changed, or the message says that
-            `dst` is partly overwritten. With `verify`: both ends are not equal.
-        RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
-            on all ranks.
-        ValueError, TypeError: an argument is wrong in itself; on all ranks.
+        LoadError: the two do not match, cannot be read or written, or ranks passed different
+            arguments; on every rank. Either nothing has changed, or the message says that `dst` is
+            partly overwritten. With `verify`: the two ends differ.
+        RankError: a rank died, did not call, called something different, or failed with an
+            unexpected error; on every rank.
+        ValueError, TypeError: an argument is wrong in itself; on every rank.
     """
     return Sync(
         dst,
@@ -102,11 +103,11 @@ def sync(
 class Sync:
     """A sync that is called repeatedly, such as in each iteration of a trainer and a generator.
 
-    It takes what `anyrank.sync` takes, and keeps the plan: a later call compares a few bytes
-    between the ranks and moves the weights. Every rank makes one, which costs nothing, and every
-    rank of the group calls it. Each call looks at both ends as they are then: what was replaced,
-    sharded, tied, frozen or given another dtype since the last call, on any rank, is seen on all,
-    and a new plan made.
+    It has the arguments of `anyrank.sync`, and keeps the plan: a later call compares a few bytes
+    between the ranks and moves the weights. Every rank must create one, which costs nothing. Calls
+    are collective: every rank of the group must call it. Any change since the last call (replaced,
+    resharded, tied or frozen tensors, a different dtype) is detected on every rank, and a new plan
+    is made.
 
     Example::
 
@@ -119,10 +120,10 @@ class Sync:
 
     Args:
         dst, src, rename, cast, missing, unexpected, layout, merge, verify, atomic, process_group:
-            as for `anyrank.sync`; they are checked, and compared between the ranks, at each call.
+            as for `anyrank.sync`; each call checks them, and compares them between the ranks.
 
     Attributes:
-        version: number of calls that have finished. One that raises does not count.
+        version: number of finished calls. A call that raises does not count.
     """
 
     def __init__(
@@ -154,13 +155,13 @@ class Sync:
         self._kept: KeptPlan | None = None
 
     def __call__(self) -> SyncReport:
-        """Give `dst` the weights that `src` has now. All ranks.
+        """Copy the current weights of `src` into `dst`. Collective: every rank must call it.
 
         Returns:
-            The report, equal on all ranks.
+            The report, the same on every rank.
 
         Raises:
-            AnyrankError, ValueError, TypeError: as for `anyrank.sync`; on all ranks.
+            AnyrankError, ValueError, TypeError: as for `anyrank.sync`; on every rank.
         """
         meter = Meter()
         # Under inference mode new parameters would never get gradients.

@@ -1,4 +1,4 @@
-"""Compare both ends of a sync by digests of the same elements, whatever the two layouts are."""
+"""Compare both ends of a sync with digests of the same elements, whatever the two layouts are."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from anyrank.loading.sharing.flows import Flow
 from anyrank.loading.sharing.passing import exchange
 from anyrank.loading.sharing.places import LocalMemory
 from anyrank.loading.sharing.transfers import Transfer
+from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
 DIGEST_BYTES = 16  # for one transfer
 
 
 def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[str]:
-    """Name the tensors whose two ends do not hold the same values, on any rank. All ranks.
+    """List the tensors whose two ends have different values, on any rank. Collective.
 
-    Each transfer is digested at its source, cast as it was for the other end, and at its target:
+    Each transfer is digested at its source, with the cast for the other end, and at its target:
     every element of `dst` once, on each rank that holds it.
     """
     rank = ranks.rank
@@ -64,42 +65,43 @@ def differing(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> list[
 
 
 def check_equal(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
-    """Refuse a `dst` that does not hold what `src` holds. All ranks.
+    """Check that `dst` has the values of `src`. Collective.
 
     Raises:
-        LoadError: values differ; the error names the tensors; on all ranks.
+        LoadError: values differ; the error names the tensors; on every rank.
     """
     wrong = differing(flows, places, ranks)
     if wrong:
         raise LoadError(
-            f"{len(wrong)} tensors of dst do not hold what src holds: {', '.join(wrong[:10])}: "
-            "something wrote to one of the two during the call, or tensors of dst share memory"
+            f"{count(len(wrong), 'tensor differs', 'tensors differ')} between dst and src after "
+            f"the sync: {', '.join(wrong[:10])}. Either something wrote to one of the two during "
+            "the call, or tensors of dst share memory"
         )
 
 
 def check_before(flows: Sequence[Flow], places: LocalMemory, ranks: Ranks) -> None:
-    """Compare parts that must be equal and are not sent: frozen ones and ties of `dst`. All ranks.
+    """Check values that are not sent and must be equal: frozen parts and ties of `dst`. Collective.
 
     Raises:
-        LoadError: values differ; the error names the tensors; on all ranks.
+        LoadError: values differ; the error names the tensors; on every rank.
     """
     compared = [flow for flow in flows if flow.is_compared]
     wrong = differing(compared, places, ranks) if compared else []
     twins = {flow.name for flow in compared if flow.twin >= 0}
     if twins.intersection(wrong):
         raise LoadError(
-            f"{', '.join(name for name in wrong if name in twins)}: one tensor in dst, and "
-            "different values in src: untie them in dst, or tie them in src"
+            f"{', '.join(name for name in wrong if name in twins)} are tied in dst, but have "
+            "different values in src. Untie them in dst, or tie them in src"
         )
     if wrong:
         raise LoadError(
-            f"{', '.join(wrong[:10])}: frozen in dst, and src holds other values: freeze the part "
-            "with the weights that belong to src, or do not freeze it"
+            f"{', '.join(wrong[:10])}: frozen in dst, but src has different values. Freeze the "
+            "part with the weights that belong to src, or do not freeze it"
         )
 
 
 def _source(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[torch.Tensor]:
-    """Yield what a rank sends, in parts, in the form in which it arrives."""
+    """Yield what a rank sends, in parts, with the dtype in which it arrives."""
     for box in transfer.box.cut(BLOCK_BYTES // flow.target_dtype.itemsize):
         yield places.source_view(flow, transfer, box).to(flow.wire_dtype).to(flow.target_dtype)
 
@@ -111,7 +113,7 @@ def _target(flow: Flow, transfer: Transfer, places: LocalMemory) -> Iterator[tor
 
 
 def _digests_in(data: torch.Tensor) -> Iterator[bytes]:
-    """Yield the digests that another rank has sent, in an order that both know."""
+    """Yield the digests from another rank, in an order that both ranks know."""
     return (bytes(row) for row in data.view(-1, DIGEST_BYTES).tolist())
 
 

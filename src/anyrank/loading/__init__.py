@@ -1,5 +1,5 @@
-"""Puts weights into a model: read, pass on between ranks, put in place, verify.
+"""Put weights into a model: read them, pass them on between ranks, put them in place, verify.
 
-A script enters it by `load`, `plan` and `materialize`; `live`, `runs` and `tools` do too. It may
-import `models`, `sources`, `world`, `files` and `tensors`.
+Scripts, and the wings `live`, `runs` and `tools`, enter it by `load`, `plan` and `materialize`.
+It may import `models`, `sources`, `world`, `files` and `tensors`.
 """

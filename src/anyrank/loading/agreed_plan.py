@@ -36,22 +36,23 @@ from anyrank.world.device import read_threads
 from anyrank.world.failures import describe_texts
 from anyrank.world.ranks import Ranks
 
-# What ranks compare beside their tensors: what fills them, and each frozen part, by its name.
+# What ranks compare besides their tensors: what fills them, and each frozen part, by its name.
 FILLS, FROZEN = "fills", "frozen "
 
 
 @dataclass(frozen=True)
 class AgreedPlan:
-    """A load that from here on can fail only by I/O.
+    """A load on which all ranks agree; from now on, only I/O can fail.
 
     Attributes:
-        match: what fills each tensor of this rank's model; equal on all ranks in names and shapes.
+        match: what fills each tensor of this rank's model; names and shapes are the same on every
+            rank.
         coordinates: coordinates of every rank, by global rank.
         reading: who reads, and why.
-        buffer_bytes: staging memory; the smallest of all ranks', because exchanges need one size.
+        buffer_bytes: staging memory: the smallest of all ranks, because exchanges need one size.
         seed: the first rank's torch seed, for tensors filled by a rule.
         rebuild: whether any rank has non-persistent buffers on meta.
-        in_place: whether any rank writes into memory that held values before.
+        in_place: whether any rank overwrites memory that held values.
     """
 
     match: ModelMatch
@@ -65,13 +66,13 @@ class AgreedPlan:
 
 @dataclass(frozen=True)
 class _MatchSummary:
-    """One rank's summary of its match for the others, or that of some ranks.
+    """One rank's summary of its match for the other ranks, or the summary of several ranks.
 
     Attributes:
-        inventory: inventory of its tensors; of what fills them, and of each frozen part whose hash
+        inventory: inventory of its tensors, of what fills them, and of each frozen part whose hash
             is known.
         has_meta_buffers, has_real_tensors: see `AgreedPlan.rebuild` and `in_place`.
-        needs_all_chunks: whether it cannot be planned by names and shapes alone.
+        needs_all_chunks: whether names and shapes do not suffice for the plan.
         buffer_bytes: staging memory that it would use.
     """
 
@@ -82,13 +83,13 @@ class _MatchSummary:
     buffer_bytes: int
 
     def join(self, others: _MatchSummary) -> _MatchSummary:
-        """Merge what ranks say."""
+        """Merge the summaries of ranks."""
         return _MatchSummary(
             join_digests(self.inventory, others.inventory),
             self.has_meta_buffers or others.has_meta_buffers,
             self.has_real_tensors or others.has_real_tensors,
             self.needs_all_chunks or others.needs_all_chunks,
-            # Ranks exchange blocks of one size, so the least memory of any rank counts for all.
+            # Ranks exchange blocks of one size, so the rank with the least memory decides.
             min(self.buffer_bytes, others.buffer_bytes),
         )
 
@@ -103,18 +104,18 @@ def plan_load(
     *,
     known: Listing | None = None,
 ) -> AgreedPlan:
-    """Plan a load and agree on it. All ranks; nothing is changed.
+    """Plan a load and agree on it. Collective; changes nothing.
 
     Args:
         model, source, ranks, options: those of the load.
-        info: what the ranks were given.
-        read_headers: reader of headers, of `header_reader`.
-        known: what the source holds, where all ranks know it already.
+        info: the sources that the ranks passed.
+        read_headers: the function that `header_reader` made.
+        known: contents of the source, if all ranks already know them.
 
     Raises:
-        LoadError: an error of any rank, on all ranks.
+        LoadError: an error of any rank, on every rank.
     """
-    # One rank lists the source for all: two listings could be of two states of one folder.
+    # One rank lists the source for all: two listings could show two states of one folder.
     first = agreed_reader(info, ranks)
     headers = info.headers if first == ranks.ranks[0] else None
     are_copies = len(info.locations) > 1
@@ -146,15 +147,15 @@ def plan_load(
 
 
 def _with_chunks(match: ModelMatch, threads: int, are_copies: bool) -> ModelMatch:
-    """The match with the chunks that have this rank's shares.
+    """Return the match with the chunks that contain this rank's shares.
 
     Args:
         match: a match by names and shapes.
-        threads: most threads that read.
+        threads: limit of the threads that read.
         are_copies: whether ranks see the source in different places.
 
     Raises:
-        LoadError: as for `locate`; or this rank sees another step of a run.
+        LoadError: as for `locate`; or this rank sees a different step of a run.
     """
     if are_copies:
         for locator in match.listing.locators.values():
@@ -175,7 +176,7 @@ def _plan(
     listing: Listing,
     parts: Mapping[FrozenSource, Listing],
 ) -> tuple[AgreedPlan, bool]:
-    """Plan a load by a listing. All ranks.
+    """Plan a load with a listing. Collective.
 
     Args:
         model, source, ranks, options, info: as for `plan_load`.
@@ -189,19 +190,19 @@ def _plan(
 
     def match_here() -> tuple[ModelMatch, _MatchSummary]:
         tensors = _parts(model, options, ranks)
-        # A dict has other addresses and strides in each rank's memory, so each rank lists its own.
+        # Addresses and strides in a dict differ between ranks, so each rank lists its own.
         own_listing = list_own() if isinstance(source, Mapping) and source else listing
         match = match_model(model, own_listing, options, tensors, parts)
         return match, _summary(model, match, options, ranks)
 
     match, summary = ranks.run_and_reduce("planning the load", match_here, _MatchSummary.join)
-    # Ranks with other models would fill other tensors, or wait for one another: none continues.
+    # With different models, ranks would fill different tensors or hang, so none continues.
     title = "the ranks' models differ"
     check_alike(title, match.tensors, summary.inventory, ranks, LoadError)
     if ranks.size > 1 and not summary.inventory[FILLS].digest:
         raise LoadError(
-            "the ranks' renaming functions give different names, or their dicts of tensors have "
-            "different keys or dtypes"
+            "rename= returns different names on different ranks, or the dicts of tensors have "
+            "different keys or dtypes. Pass the same on every rank"
         )
     coordinates = find_coordinates(match.tensors, summary.inventory, ranks)
     _compare_frozen(_frozen_hashes(model, match), summary.inventory, ranks)
@@ -227,13 +228,13 @@ def _plan(
         rebuild=summary.has_meta_buffers,
         in_place=summary.has_real_tensors,
     )
-    # Ranks that exchange bytes compute what every rank reads.
+    # Ranks that exchange bytes compute the reads of every rank.
     exchanges = reading.flows is not None and bool(match.listing.locators)
     return plan, summary.needs_all_chunks or exchanges
 
 
 def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTensor] | None:
-    """The tensors of the model, if `layout=` says of which wholes they are parts."""
+    """Return the tensors of the model if `layout=` describes them as parts; else None."""
     if options.layout is None:
         return None
     return tensors_with_layout(model, options.layout, ranks)
@@ -258,16 +259,16 @@ def _summary(
 
 
 def _needs_all_chunks(match: ModelMatch) -> bool:
-    """Return whether tensors that have no chunks yet were made into others, or are compared."""
+    """Return True if tensors without chunks were converted into others, or are compared."""
     if not match.listing.locators:
         return False
     return bool(match.stored_twice) or has_remade(match.listing, (t for _, t in match.wanted))
 
 
 def _frozen_hashes(model: nn.Module, match: ModelMatch) -> dict[str, str]:
-    """The hash of each frozen part that keeps its values, where it is known.
+    """Return the hash, if known, of each frozen part that keeps its values.
 
-    All ranks get the same for a part that is filled; of others each keeps its own.
+    A part that is filled gets the same values on every rank, so it needs no comparison.
     """
     tensors = match.tensors
     left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
@@ -279,10 +280,10 @@ def _frozen_hashes(model: nn.Module, match: ModelMatch) -> dict[str, str]:
 
 
 def _compare_frozen(hashes: Mapping[str, str], inventory: Inventory, ranks: Ranks) -> None:
-    """Nobody broadcasts frozen parts, so they must be equal to begin with. All ranks.
+    """Check that frozen parts, which are not broadcast, are the same on every rank. Collective.
 
     Raises:
-        LoadError: a part whose hash, taken when it was frozen, differs between ranks.
+        LoadError: the hash of a part, taken when it was frozen, differs between ranks.
     """
     lines = {FROZEN + name: {name: text} for name, text in hashes.items()}
     compared = {kind: known for kind, known in inventory.items() if kind.startswith(FROZEN)}
@@ -290,10 +291,10 @@ def _compare_frozen(hashes: Mapping[str, str], inventory: Inventory, ranks: Rank
         for name, by_text in by_name.items():
             title = f"the frozen part {name or '(the model itself)'} differs between ranks"
             text = describe_texts(title, by_text, ranks.name_ranks)
-            raise LoadError(f"{text}: freeze the same weights on every rank")
+            raise LoadError(f"{text}. Freeze the same weights on every rank")
 
 
 def _digest(match: ModelMatch) -> str:
-    """A digest of what fills the tensors, by their positions."""
+    """Return a digest of what fills the tensors, which are given by their positions."""
     dtypes = sorted((index, str(stored.dtype)) for index, stored in match.stored.items())
     return digest_of([dtypes, sorted(match.compared), sorted(match.initialize)])

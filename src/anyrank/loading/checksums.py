@@ -1,4 +1,4 @@
-"""Compares a source's files with the checksums that came with them."""
+"""Compare a source's files with the checksums that came with them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def mismatches(
 ) -> Iterator[tuple[str, str]]:
     """Yield the differences in one of `count` equal parts of the files: path and description.
 
-    A file with checksums of its blocks is left at its first difference.
+    For a file with checksums of its blocks, only the first difference is found.
 
     Args:
         listing: the source.
         number: number of the part.
         count: number of parts.
-        progress: called with the number of compared bytes, `bytes_to_compare` in all.
+        progress: called with the number of compared bytes, `bytes_to_compare` in total.
 
     Raises:
         LoadError: a file cannot be read.
@@ -45,8 +45,8 @@ def mismatches(
         if digest.hexdigest() != published:
             yield (
                 path,
-                f"SHA-256 is {digest.hexdigest()}, its publisher's is {published}: "
-                "the file is corrupt; download it again",
+                f"SHA-256 is {digest.hexdigest()}, but its publisher has {published}. "
+                "The file is corrupt; download it again",
             )
     yield from _record_mismatches(listing, number, count, progress)
     for index in listing.sums:
@@ -58,7 +58,7 @@ def mismatches(
 
 
 def bytes_to_compare(listing: Listing) -> int:
-    """Bytes that `mismatches` reads for all parts together."""
+    """Return the number of bytes that `mismatches` reads for all parts together."""
     sizes = {info.path: info.size for info in listing.files}
     return (
         sum(sizes[path] for path, _ in _published(listing))
@@ -81,8 +81,8 @@ def _record_mismatches(
             names = listing.names_at(record.file, record.start, record.stop)
             yield (
                 path,
-                f"{names}{record.what}: CRC-32 is {crc:08x}, it was {record.digest} when "
-                "it was written: the file is corrupt; copy it again",
+                f"{names}{record.what}: CRC-32 is {crc:08x}, but was {record.digest} when "
+                "it was written. The file is corrupt; copy it again",
             )
 
 
@@ -97,7 +97,7 @@ def compared(*listings: Listing) -> list[str]:
 
 
 def _blocks(path: str, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes [start, stop) of a file, a block at a time, in memory that is reused."""
+    """Yield the bytes [start, stop) of a file, one block at a time, in memory that is reused."""
     block = memoryview(bytearray(BLOCK_BYTES))
     with closing(storage_for(path).open(path)) as file:
         for low in range(start, stop, BLOCK_BYTES):
@@ -107,7 +107,7 @@ def _blocks(path: str, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def _published(listing: Listing) -> list[tuple[str, str]]:
-    """Path and SHA-256 of the local files that came with one.
+    """Return the path and SHA-256 of the local files that came with a SHA-256.
 
     The Hugging Face cache names each large file's blob by its digest and links to it; a download
     into a plain folder leaves it in `.cache/huggingface/download/NAME.metadata`, line 2.

@@ -1,10 +1,10 @@
 """The one way to fill a model: allocate, move, rebuild, put in place.
 
-Loads, syncs, adopted checkpoints and first values differ in where the values come from: each has
-its own `Side`. Until the last step tensors on meta stay as they are on every rank, because until
-then an error on one rank is every rank's. The last step runs on each rank alone: it swaps tensors,
-all or none, hashes frozen parts, moves buffers and calls the modules' `set_extra_state`. If it
-fails on a rank, the model has its new values on the others, and the error says so.
+Loads, syncs, adopted checkpoints and initial values differ in where the values come from: each has
+its own `Side`. Until the last step, tensors on meta are unchanged on every rank, because until then
+an error on one rank is an error on every rank. The last step does not communicate: it swaps
+tensors, all or none, hashes frozen parts, moves buffers and calls the modules' `set_extra_state`.
+If it fails on a rank, the model has its new values on the other ranks, and the error says so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from anyrank.models.share import ModelShare
 from anyrank.world.ranks import Ranks
 
 PLACED = (
-    "the model has its new values, but where this failed tensors that were on meta, buffers or "
-    "extra state may be missing"
+    "The model has its new values, except on the rank that failed: there, buffers, extra state, or "
+    "tensors that were on the meta device may be missing"
 )
 
 
@@ -53,8 +53,8 @@ class Side:
     """The origin of the values on one rank. This base class has none: all values come from rules.
 
     Attributes:
-        preparing, moving: names of these two steps, for messages.
-        is_one_model: whether all ranks fill the same model, and know each other's report.
+        preparing, moving: names of these two steps in messages.
+        is_one_model: whether all ranks fill the same model, so that each knows all of the report.
     """
 
     preparing = "allocating memory"
@@ -62,27 +62,27 @@ class Side:
     is_one_model = True
 
     def prepare(self, share: ModelShare) -> None:
-        """Acquire all that is needed before the first tensor is written to. Each rank alone."""
+        """Acquire all that the fill needs, before a tensor is written. Does not communicate."""
         share.allocate()
 
     def compare(self) -> None:
-        """Refuse values that must be equal already, but are not. All ranks."""
+        """Raise an error if values that must already be equal differ. Collective."""
 
     def move(self) -> None:
         """Fill this rank's share; return only when the other ranks have what they need from it."""
 
     def check(self) -> None:
-        """Compare the moved values. All ranks."""
+        """Compare the moved values. Collective."""
 
     def finish(self) -> None:
-        """Do everything else that can fail before the model is changed. All ranks."""
+        """Do everything else that can fail, before the model is changed. Collective."""
 
     def moved(self) -> Moved:
-        """Bytes moved so far."""
+        """Return the bytes moved so far."""
         return Moved()
 
     def damage_note(self) -> str:
-        """The sentence about the model in an error of `move` or `check`."""
+        """Return the sentence that an error of `move` or `check` adds about the model."""
         return ""
 
     def close(self) -> None:
@@ -91,13 +91,13 @@ class Side:
 
 @dataclass(frozen=True)
 class FillResult:
-    """The result of a fill, beyond its plan. Equal on all ranks.
+    """The result of a fill, beyond its plan. The same on every rank.
 
     Attributes:
         rules: initialized tensor -> its rule.
         rebuilt: non-persistent buffers -> the rule that filled them.
         renewed: tensors whose objects could not be kept.
-        own_code: the outcome for the modules' own code.
+        own_code: what happened to the modules' own code and extra state.
         measured: measurements of every rank.
         seconds: seconds of the slowest rank.
     """
@@ -115,7 +115,7 @@ class FillResult:
         return [measured.moved for measured in self.measured]
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a report that every fill knows."""
+        """Return the fields of a report that every fill has."""
         return {
             "initialized": self.rules,
             "rebuilt": self.rebuilt,
@@ -128,17 +128,17 @@ class FillResult:
 
 
 Column: TypeAlias = "dict[Any, int]"
-"""Values of ranks, and a bit for the position of each rank that has one: most ranks have the same,
-so that it is small."""
+"""Value -> one bit per position of a rank that has it. Most ranks have the same value, so it is
+small."""
 
 
 class _Placed(NamedTuple):
     """The message of ranks when their weights are in place.
 
     Attributes:
-        columns: columns of what was moved, and of the peaks of memory: a report says these few
-            numbers of each rank, and is equal on all.
-        seconds: the longest.
+        columns: columns of the moved bytes and of the memory peaks: a report shows these few
+            numbers for each rank, and is the same on every rank.
+        seconds: the longest duration.
         rules: tensor -> how it got its values.
         renewed: tensors whose objects could not be kept.
     """
@@ -149,7 +149,7 @@ class _Placed(NamedTuple):
     renewed: list[str]
 
     def join(self, others: _Placed) -> _Placed:
-        """Merge what ranks say."""
+        """Merge the messages of ranks."""
         columns = zip(self.columns, others.columns, strict=True)
         return _Placed(
             [_join_columns(column, other) for column, other in columns],
@@ -159,7 +159,7 @@ class _Placed(NamedTuple):
         )
 
     def rows(self, size: int) -> list[list[Any]]:
-        """The values of each rank, in the order of the positions."""
+        """Return the values of each rank, in the order of the positions."""
         return [
             [next(v for v, bits in column.items() if bits >> n & 1) for column in self.columns]
             for n in range(size)
@@ -172,7 +172,7 @@ def _join_columns(column: Column, others: Column) -> Column:
 
 
 def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillResult:
-    """Fill a model. All ranks.
+    """Fill a model. Collective.
 
     Args:
         share: this rank's share; nothing is allocated yet.
@@ -181,7 +181,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
         rebuild: whether any rank has non-persistent buffers on meta.
 
     Raises:
-        AnyrankError: an error of any rank, on all ranks.
+        AnyrankError: an error of any rank, on every rank.
     """
     with closing(side):
         ranks.run(side.preparing, lambda: side.prepare(share))
@@ -189,7 +189,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
 
         def move() -> None:
             side.move()
-            # Bytes bypass autograd: a graph that has saved these tensors must not be run backwards.
+            # Raw copies bypass autograd: backward of a graph that saved these tensors must fail.
             filled = (target.tensor for target in share.filled() if not target.is_meta)
             increment_version([tensor for tensor in filled if not tensor.is_inference()])
             share.initialize()
@@ -228,7 +228,7 @@ def fill(share: ModelShare, side: Side, ranks: Ranks, *, rebuild: bool) -> FillR
 
 @contextmanager
 def _with_consequence(left: str) -> Generator[None]:
-    """Add the state of the model after an error to its message."""
+    """Add to the message of an error in which state it leaves the model."""
     try:
         yield
     except AnyrankError as error:

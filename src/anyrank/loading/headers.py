@@ -1,4 +1,4 @@
-"""The ranks' sources: what each was given, who can see it, and what the headers say."""
+"""The ranks' sources: what was passed on each rank, who can see it, and what the headers say."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SMALL_BYTES = 64 << 10  # headers up to this go with the first message; longer o
 
 @dataclass(frozen=True)
 class Headers:
-    """The headers that one rank has read for all.
+    """The headers that one rank has read for all ranks.
 
     Attributes:
-        listing: contents of the source; None if all ranks know it already.
+        listing: contents of the source; None if all ranks already know it.
         parts: contents of the sources of frozen parts.
     """
 
@@ -38,17 +38,17 @@ class Headers:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """The source that ranks were given, and which of them see it.
+    """The source that was passed on the ranks, and which of them see it.
 
     Attributes:
-        sources: the paths, or "a dict of tensors", and the first rank that was given them; the
-            first two. Ranks with None or an empty dict have none.
-        locations: locations of local paths that ranks see, where they are; two are enough to show
-            copies.
-        seeing: the ranks that can read it, a bit for each position: all need to know who reads.
+        sources: the paths, or "a dict of tensors", -> the first rank on which they were passed;
+            only the first two. A rank with None or an empty dict adds no entry.
+        locations: real locations of the local paths that ranks see; two are enough to show that
+            ranks see copies.
+        seeing: the ranks that can read it, one bit per position: every rank must know who reads.
         seed: the first rank's torch seed.
-        is_live: whether a rank has a dict with sharded tensors, of which no rank has all bytes.
-        headers: what it holds, if the first rank has read them for all, and they are few bytes.
+        is_live: whether a rank has a dict with sharded tensors, so that no rank has all bytes.
+        headers: the headers, if the first rank has read them for all ranks and they are small.
     """
 
     sources: dict[str, int]
@@ -59,7 +59,7 @@ class SourceInfo:
     headers: Headers | None = None
 
     def join(self, others: SourceInfo) -> SourceInfo:
-        """Merge what ranks tell; the first rank's is the first."""
+        """Merge the messages of ranks; the first rank's comes first."""
         sources = {**self.sources}
         for source, rank in others.sources.items():
             sources[source] = min(rank, sources.get(source, rank))
@@ -74,7 +74,7 @@ class SourceInfo:
         )
 
     def sees(self, position: int) -> bool:
-        """Return whether the rank at a position can read it."""
+        """Return True if the rank at a position can read the source."""
         return bool(self.seeing >> position & 1)
 
 
@@ -85,7 +85,7 @@ def header_reader(
 
     Args:
         model, source, ranks: arguments of the load.
-        known: contents of the source, if all ranks know them already.
+        known: contents of the source, if all ranks already know them.
     """
 
     def to_send(source: Source) -> Listing:
@@ -103,10 +103,10 @@ def header_reader(
 def look_at_source(
     source: Source | None, ranks: Ranks, read_headers: Callable[[], Headers]
 ) -> SourceInfo:
-    """Describe this rank's source for the others; it does not wait for them.
+    """Describe this rank's source for the other ranks. Does not communicate.
 
-    The first rank reads the headers at once, because its headers count whenever it sees the source.
-    Errors in them are raised when all ranks ask for them.
+    The first rank reads the headers at once, because its headers count if it sees the source.
+    Errors in them are raised when all ranks ask for the headers.
 
     Raises:
         LoadError: the source cannot be reached.
@@ -123,16 +123,16 @@ def look_at_source(
 
 
 def agreed_reader(info: SourceInfo, ranks: Ranks) -> int:
-    """The rank whose headers count: the first that sees the source.
+    """Return the rank whose headers count: the first that sees the source.
 
     Raises:
-        LoadError: ranks were given different sources.
+        LoadError: ranks passed different sources.
     """
     if len(info.sources) > 1:
         (source, rank), (other, other_rank) = info.sources.items()
         raise LoadError(
-            f"ranks were given different sources: rank {rank} {source!r}, rank {other_rank} "
-            f"{other!r}; give all ranks the same source, or None to ranks that have no source"
+            f"different sources were passed on rank {rank} ({source!r}) and rank {other_rank} "
+            f"({other!r}). Pass the same source on every rank, or None on ranks that have no source"
         )
     seeing = (rank for position, rank in enumerate(ranks.ranks) if info.sees(position))
     return next(seeing, next(iter(info.sources.values()), ranks.ranks[0]))
@@ -145,7 +145,7 @@ def with_file_fingerprints(headers: Headers) -> Headers:
 
 
 def with_all_chunks(headers: Headers) -> Headers:
-    """Find the bytes of every tensor of steps of runs, by the indexes of all ranks.
+    """Find the bytes of every tensor in steps of runs, with the indexes of all ranks.
 
     Raises:
         LoadError: as for `locate_all`.
@@ -157,7 +157,8 @@ def with_all_chunks(headers: Headers) -> Headers:
 def require_source(source: Source | None) -> Source:
     if source is None:
         raise WrongValue(
-            "the source is None on every rank: give a path, a list of paths or a dict of tensors"
+            "source=None on every rank: expected a path, a list of paths or a dict of tensors on "
+            "at least one rank"
         )
     return source
 

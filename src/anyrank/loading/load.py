@@ -44,12 +44,12 @@ def load(
     progress: bool | Callable[[int, int], None] | None = None,
     verify: bool = False,
 ) -> LoadReport:
-    """Load weights into a model, before or after it was wrapped, sharded, compiled or put on meta.
+    """Load weights into a model that may be wrapped, sharded, compiled or on the meta device.
 
-    Every rank of the group calls it with the same model and source. Each rank ends with its own
-    share and, where possible, reads nothing else. Parameter objects stay the same ones. Names,
-    shapes and dtypes are compared on all ranks before the first byte of payload moves. A model on
-    meta stays as it was when a load fails, even in the middle of reading.
+    Collective: every rank of the group must call it, with the same model and source. Each rank
+    ends up with its own share and, where possible, reads nothing else. Parameter objects are kept.
+    Names, shapes and dtypes are compared on every rank before the first byte of payload moves. If
+    a load fails, even in the middle of reading, a model on the meta device is unchanged.
 
     Example::
 
@@ -64,42 +64,44 @@ def load(
 
     Args:
         model: plain, DDP, FSDP2 (`fully_shard`), tensor parallel, PEFT, compiled, partly frozen;
-            real or on meta, or half of both.
+            real, on the meta device, or mixed.
         source: a path or URL (Hugging Face folder, `.safetensors`, `.pt .pth .bin .ckpt`, DCP
             folder, anyrank run), a list of files, or a dict of tensors, plain or sharded. None on
             ranks that have no source: they receive their share from ranks that do.
-        missing: what to do with tensors that the source does not hold: "error"; "init" gives them
-            the model's own initial values, the same on any number of ranks; "keep" leaves them.
+        missing: what to do with tensors that the source does not contain: "error"; "init" gives
+            them the model's own initial values, the same on any number of ranks; "keep" leaves
+            them unchanged.
         unexpected: what to do with keys that fill no tensor of the model: "error" or "ignore".
         cast: "float" casts between floating dtypes and widens integers; "any" casts everything that
             torch can.
         rename: from the source's keys to the model's names: a dict of keys or prefixes, a list of
-            (regex, replacement), or a callable; a key that becomes "" is left out. It also chooses
+            (regex, replacement), or a callable; a key that becomes "" is left out. It also selects
             one of several tables of tensors in a source: {"ema": ""}.
-        layout: for plain tensors that are this rank's part of a whole, as in Megatron and vLLM: a
-            dict of name or pattern to (mesh, placements), or a function of the name. The ranks'
-            parts must have no hole and no overlap.
+        layout: for plain tensors that are this rank's part of a larger tensor, as in Megatron and
+            vLLM: a dict of name or pattern to (mesh, placements), or a function of the name. The
+            ranks' parts must have no gap and no overlap.
         strategy: "own": each rank reads its own bytes; "stripe": replicas read disjoint parts and
-            exchange them; "scatter": one rank reads and sends each rank its rows; "auto" decides.
+            exchange them; "scatter": one rank reads, and sends each rank its rows; "auto"
+            (default) chooses one.
         buffer_bytes: staging memory of one rank, in bytes. Default: ANYRANK_BUFFER_BYTES, for a
             model on CUDA ANYRANK_CUDA_BUFFER_BYTES.
-        process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
-            Default: all, or this process alone if no group is initialized.
-        progress: True, False, or called with (bytes done, bytes in all) on the first rank.
-            Default: a bar on the first rank if there is a terminal.
+        process_group: the ranks that take part, or `anyrank.ALONE` for only this process.
+            Default: all ranks, or only this process if no group is initialized.
+        progress: True, False, or a function that is called with (bytes done, total bytes) on the
+            first rank. Default: a bar on the first rank if there is a terminal.
         verify: compare the files with the checksums that came with them before anything is loaded,
             and replicas with one another afterwards; count NaN and infinities.
 
     Returns:
-        The report, equal on all ranks. `missing, unexpected = load(...)` works too.
+        The report, the same on every rank. `missing, unexpected = load(...)` works too.
 
     Raises:
-        LoadError: the source does not fit, cannot be read, or is corrupt, or ranks were called with
-            different arguments; on all ranks.
-        UnsafeFile: a pickle that would run code, or a header that lies; on all ranks.
-        RankError: a rank died, did not come, called something else, or failed in an unforeseen way;
-            on all ranks.
-        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+        LoadError: the source does not match the model, cannot be read or is corrupt, or ranks
+            passed different arguments; on every rank.
+        UnsafeFile: a pickle that would run code, or a header with impossible sizes; on every rank.
+        RankError: a rank died, did not call, called something different, or failed with an
+            unexpected error; on every rank.
+        ValueError, TypeError: an argument that is wrong in itself; on every rank.
     """
     meter = Meter()
     options = LoadOptions(
@@ -151,7 +153,7 @@ def _report(
     Args:
         plan: the plan that was carried out.
         result: the result of the fill.
-        verified: what `verify=True` compared, in words.
+        verified: a text that says what `verify=True` compared.
         nonfinite: tensor -> number of NaN and infinite values.
     """
     match, tensors = plan.match, plan.match.tensors
@@ -176,7 +178,7 @@ def _report(
         verified=verified,
         skipped=[
             *match.listing.skipped,
-            *(f"{key}: of no use" for key in match.ignored),
+            *(f"{key}: not needed by the model" for key in match.ignored),
             *match.idle,
         ],
         duplicates=match.stored_twice,
@@ -186,7 +188,7 @@ def _report(
 
 
 def _log(report: LoadReport, ranks: Ranks) -> None:
-    """Log on the first rank."""
+    """Log the report on the first rank."""
     if ranks.index:
         return
     log_report(report, log, "the source", "the model")
@@ -197,10 +199,10 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
 def fill_from_files(
     model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
 ) -> FillResult:
-    """Carry out an agreed plan. All ranks.
+    """Carry out an agreed plan. Collective.
 
     Raises:
-        LoadError: an error of any rank, on all ranks.
+        LoadError: an error of any rank, on every rank.
     """
     share = ModelShare(model, plan.match, meter, plan.seed)
     if plan.reading.flows is None:

@@ -30,12 +30,12 @@ def materialize(
     init: Literal["auto"] | Callable[[nn.Module], object] = "auto",
     process_group: Group = None,
 ) -> LoadReport:
-    """Give every tensor on meta its initial values; tensors that are real already stay as they are.
+    """Give every tensor on the meta device its initial values; real tensors are unchanged.
 
-    Every rank of the group calls it. Values depend on the first rank's torch seed and on the
-    tensors' names alone, so a model that is sharded over any number of ranks starts with the same
-    ones, bit by bit on the same kind of device, as on one rank. A rank holds its share and one
-    whole tensor at a time.
+    Collective: every rank of the group must call it. Values depend only on the first rank's torch
+    seed and on the tensors' names. So a model that is sharded over any number of ranks starts with
+    values that are bit-identical to those on one rank, on the same kind of device. A rank holds its
+    share and one whole tensor at a time.
 
     Example::
 
@@ -46,22 +46,22 @@ def materialize(
         assert report.initialized["weight"] == "Linear.reset_parameters"
 
     Args:
-        model: plain or sharded (FSDP2, tensor parallel), before or after.
-        device: where plain tensors go. Default: to the device of the model's real parameters, else
-            to the rank's own device. Sharded tensors go where their mesh and offload policy say.
-        init: "auto" takes the model's own rules (`_init_weights`, `reset_parameters`,
+        model: plain or sharded (FSDP2, tensor parallel).
+        device: the device for plain tensors. Default: the device of the model's real parameters,
+            else the rank's own device. Sharded tensors go where their mesh and offload policy say.
+        init: "auto" uses the model's own rules (`_init_weights`, `reset_parameters`,
             `init_weights`); a callable is called with each module that owns a tensor to fill.
-        process_group: the ranks that take part, or `anyrank.ALONE` for this process alone.
-            Default: all, or this process alone if no group is initialized.
+        process_group: the ranks that take part, or `anyrank.ALONE` for only this process.
+            Default: all ranks, or only this process if no group is initialized.
 
     Returns:
-        A report whose `initialized` and `rebuilt` name each tensor and its rule; equal on all
-        ranks.
+        A report whose `initialized` and `rebuilt` name each tensor and its rule; the same on every
+        rank.
 
     Raises:
-        LoadError: tensors that no rule writes (named), or of a frozen part that has a source, or
-            arguments that differ between ranks; on all ranks, and nothing is changed.
-        ValueError, TypeError: an argument that is wrong in itself; on all ranks.
+        LoadError: tensors that no rule fills (named), tensors of a frozen part that has a source,
+            or arguments that differ between ranks; on every rank, and nothing is changed.
+        ValueError, TypeError: an argument that is wrong in itself; on every rank.
     """
     meter = Meter()
 
@@ -109,7 +109,7 @@ def _match(tensors: list[ModelTensor]) -> ModelMatch:
     """Match all tensors on meta with rules that fill them.
 
     Raises:
-        LoadError: a tensor whose values are in a file, or that has no rule of its own.
+        LoadError: a tensor whose values are in a file, or that no rule fills.
     """
     on_meta = [i for i, t in enumerate(tensors) if t.is_meta and t.kind != "derived"]
     for index in on_meta:
@@ -121,20 +121,22 @@ def _match(tensors: list[ModelTensor]) -> ModelMatch:
 
 
 def _check_no_source(tensor: ModelTensor) -> None:
-    """Refuse a tensor of a frozen part whose values are in a file of its own."""
+    """Raise LoadError if the tensor belongs to a frozen part whose values are in a file."""
     part: Any = tensor.frozen
     if part is not None and part.anyrank_frozen.source is not None:
         raise LoadError(
             f"{tensor.name}: belongs to a frozen part whose weights are in "
-            f"{part.anyrank_frozen.source}, so initial values would be others: call anyrank.load "
-            "on the part, with that source, before"
+            f"{part.anyrank_frozen.source}, so it must not be initialized. First load the part: "
+            f"anyrank.load(part, {part.anyrank_frozen.source!r})"
         )
 
 
 def _device_of(device: torch.device | str) -> torch.device:
     value: Any = device  # of any type
     if isinstance(value, bool) or not isinstance(value, (torch.device, str, int)):
-        raise TypeError(f"device= takes a torch.device or its name, not {type(value).__name__}")
+        raise TypeError(
+            f"device={value!r}: expected a torch.device or its name, got {type(value).__name__}"
+        )
     try:
         return torch.device(device)
     except RuntimeError as error:

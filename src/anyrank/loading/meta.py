@@ -17,10 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 def meta() -> Generator[None]:
     """Put every parameter that is registered inside on the meta device; buffers stay real.
 
-    A model built inside takes the memory of its largest parameter, for an instant. Shapes, dtypes,
-    requires_grad, attributes and ties of the parameters are those of the normal build, and buffers
-    have their values, since no file may hold them. `load` and `materialize` give the parameters
-    memory, before or after the model is wrapped or sharded.
+    Building a model inside needs, for a moment, the memory of its largest parameter. Shapes,
+    dtypes, requires_grad, attributes and ties of the parameters are those of a normal build.
+    Buffers have their values, because no file may contain them. `load` and `materialize` give the
+    parameters memory, before or after the model is wrapped or sharded.
 
     Example::
 
@@ -29,12 +29,13 @@ def meta() -> Generator[None]:
         assert model.weight.is_meta
         assert not model.running_var.is_meta
 
-    It acts only on the thread that entered it, and nests. Each rank enters on its own. A buffer
-    that is computed from a parameter is on meta too: `load` rebuilds it, or names it.
+    The context affects only the current thread, may be nested, and needs no coordination between
+    ranks. A buffer that is computed from a parameter is on meta too: `load` rebuilds it, or names
+    it in an error.
     """
     thread = threading.get_ident()
-    # By identity and weakly: a parameter registered twice stays tied, and none lives longer than in
-    # a normal build. Not by id(), which a later parameter would inherit.
+    # Keyed by identity, with weak references: a parameter registered twice stays tied, and none
+    # lives longer than in a normal build. Not keyed by id(), which a later parameter may reuse.
     on_meta = WeakTensorKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
@@ -52,10 +53,10 @@ def meta() -> Generator[None]:
 
 
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter on meta that equals this one in all but memory: type, layout and attributes."""
+    """Return a parameter on meta with the type, layout and attributes of this one."""
     empty = parameter.detach().to("meta")
     kind = type(parameter)
-    # isinstance would accept any tensor subclass that serves as a parameter, such as a DTensor.
+    # isinstance() accepts any tensor subclass that serves as a parameter, such as a DTensor.
     subclassed = kind is not nn.Parameter and nn.Parameter in kind.__mro__
     on_meta: Any = (
         empty.as_subclass(kind) if subclassed else nn.Parameter(empty, requires_grad=False)

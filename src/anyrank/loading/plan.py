@@ -1,6 +1,6 @@
 """`anyrank.plan`: the reads, messages and memory of a load, without moving payload.
 
-It is `load` up to the agreement, on the existing ranks. For other numbers of ranks, `forecast`
+It is `load` up to the agreement, on the existing ranks. For a different number of ranks, `forecast`
 computes the largest share in closed form.
 """
 
@@ -48,11 +48,11 @@ class LoadPlan:
         model_bytes: size of the whole model, in its own dtypes.
         source_bytes: size of the tensors wanted from the source.
         share_bytes: bytes that each rank holds afterwards.
-        read_bytes: bytes that each rank reads from storage, without holes that are read along.
-        sent_bytes: bytes that each rank sends to others.
-        peak_bytes: most memory of each rank, share and staging together.
+        read_bytes: bytes that each rank reads from storage, excluding gaps that are read with them.
+        sent_bytes: bytes that each rank sends to other ranks.
+        peak_bytes: peak memory of each rank: its share and the staging buffer.
         format: format of the source.
-        missing, unexpected: names.
+        missing, unexpected: names, as in `LoadReport`.
     """
 
     strategy: str
@@ -69,7 +69,7 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list[str])
 
     def to_json(self) -> str:
-        """All fields, as a JSON object."""
+        """Return all fields as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ class LoadPlan:
             f"  strategy {self.strategy}: {self.reason}",
         ]
         lines += [
-            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB a rank, "
-            f"{sum(values) / MIB:.1f} MiB in all"
+            f"  {title:<6} {min(values) / MIB:.1f} to {max(values) / MIB:.1f} MiB per rank, "
+            f"{sum(values) / MIB:.1f} MiB in total"
             for title, values in rows
         ]
         return "\n".join(lines)
@@ -94,13 +94,13 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The share of a source's tensors that a rank would hold, for ranks that need not exist.
+    """The share of a source's tensors per rank, for any number of hypothetical ranks.
 
     Attributes:
         format: format of the source.
         source_bytes: size of its tensors.
-        share_bytes: share of the rank that holds most of them.
-        peak_bytes: most memory of that rank while it loads, its share and the buffer.
+        share_bytes: share of the rank that holds the most.
+        peak_bytes: peak memory of that rank while it loads: its share and the buffer.
     """
 
     format: str
@@ -124,10 +124,10 @@ def plan(
     progress: object = None,
     verify: bool = False,
 ) -> LoadPlan:
-    """Plan a load without payload: the same checks and errors as `load`, and nothing is changed.
+    """Plan a load without moving any weights: the checks and errors of `load`; changes nothing.
 
-    Every rank of the group calls it, and the plan is for this model on these ranks. `anyrank plan`
-    computes what each rank would hold for ranks that do not exist yet.
+    Collective: every rank of the group must call it. The plan is for this model on these ranks.
+    `anyrank plan` computes the share of each rank for ranks that do not exist yet.
 
     Example::
 
@@ -143,10 +143,10 @@ def plan(
         missing, unexpected, cast, rename, layout, strategy, buffer_bytes, process_group: as for
             `load`.
         progress, verify: ignored, because no payload moves; accepted so that the arguments of a
-            load can be passed on.
+            load can be passed.
 
     Raises:
-        LoadError: whenever `load` would raise it.
+        LoadError: if `load` would raise it.
         ValueError, TypeError: an argument that is wrong in itself, as for `load`.
     """
     options = LoadOptions(
@@ -167,12 +167,12 @@ def plan(
 
 
 def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> Forecast:
-    """The share of a source's tensors, each cut along its first dim as FSDP2 does.
+    """Return the largest share of a source's tensors, each split along dim 0 as FSDP2 does.
 
     Args:
         source: as for `load`.
         shards: the number of shards.
-        dtype: dtype of the model's floating tensors; default: the source's.
+        dtype: dtype of the model's floating-point tensors; default: that of the source.
 
     Raises:
         LoadError, UnsafeFile, ValueError, TypeError: as for `load`.
@@ -198,9 +198,9 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
 
 
 def _plan_of(plan: AgreedPlan, ranks: Ranks) -> LoadPlan:
-    """The plan in bytes: each rank counts what it would do. All ranks."""
+    """Return the plan in bytes: each rank counts its own. Collective."""
     match, listing = plan.match, plan.match.listing
-    # A plan says them of each rank, three numbers, and is equal on all.
+    # A gather, because a plan shows three numbers of each rank, and is the same on every rank.
     by_rank = ranks.run_and_gather("counting bytes", lambda: (None, _own_bytes(plan, ranks.rank)))[
         1
     ]
@@ -224,7 +224,7 @@ def _plan_of(plan: AgreedPlan, ranks: Ranks) -> LoadPlan:
 
 
 def _own_bytes(plan: AgreedPlan, rank: int) -> tuple[int, int, int]:
-    """The bytes that a rank would hold, read and send."""
+    """Return the bytes that a rank would hold, read and send."""
     match, listing = plan.match, plan.match.listing
     share = sum(t.local_numel * t.dtype.itemsize for t in in_state_dict(match.tensors))
     flows = plan.reading.flows

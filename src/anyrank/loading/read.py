@@ -1,4 +1,4 @@
-"""A source in files, or in a dict, of which each rank reads its own bytes."""
+"""A source in files or in a dict from which each rank reads its own bytes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from anyrank.tensors.reads import plan_reads
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
 
-OVERWRITTEN = "tensors that were real are partly overwritten: load again before use"
+OVERWRITTEN = (
+    "Tensors that were not on the meta device are partly overwritten; load the model again before "
+    "you use it"
+)
 
 ProgressTo: TypeAlias = "bool | Callable[[int, int], None] | None"
 
 
 def read_own(wanted: Sequence[TensorFill], reader: Reader, ranks: Ranks) -> None:
-    """Fill this rank's shares from the open files. Each rank alone.
+    """Fill this rank's shares from the open files. Does not communicate.
 
     Ranks start at different files, so that they do not all wait for the same file.
 
@@ -48,7 +51,7 @@ def read_own(wanted: Sequence[TensorFill], reader: Reader, ranks: Ranks) -> None
 
 
 class OwnBytes(Side):
-    """A source in files, or in a dict, of which each rank reads its own bytes.
+    """A source in files or in a dict from which each rank reads its own bytes.
 
     Args:
         plan: the plan on which all ranks agreed.
@@ -88,11 +91,11 @@ class OwnBytes(Side):
         )
 
     def prepare(self, share: ModelShare) -> None:
-        """Open the files, which must be unchanged, and allocate.
+        """Open the files, which must be unchanged, and allocate memory.
 
         Raises:
-            LoadError: a file changed; or the model's tensors share memory, with one another or with
-                a source in memory.
+            LoadError: a file changed; or tensors of the model share memory with one another or
+                with a source in memory.
         """
         self.share = share
         self.open_files()
@@ -119,7 +122,7 @@ class OwnBytes(Side):
         """Read the shares, and compare frozen parts.
 
         Raises:
-            LoadError: this rank failed to read; or a frozen part holds other values.
+            LoadError: this rank failed to read; or a frozen part has different values.
         """
         self.fill_shares()
         self._compare_frozen()
@@ -140,31 +143,32 @@ class OwnBytes(Side):
         return [TensorFill(match.tensors[i], s, local, match.listing, i) for i, s, local in rows]
 
     def _compare_frozen(self) -> None:
-        """Refuse a source that holds other values for a frozen part.
+        """Check that the source and the frozen parts have the same values.
 
         Raises:
-            LoadError: the values differ; the part stays as it is.
+            LoadError: the values differ; the part is unchanged.
         """
         for index, stored_value in self.to_compare.items():
             target = self.match.tensors[index]
             if content_hash(stored_value) != content_hash(self.share.local(index)):
                 raise LoadError(
-                    f"{target.name}: is frozen, and the source holds other values: freeze the part "
-                    "with the weights that belong to this source, or remove them from the source"
+                    f"{target.name}: is frozen, but the source has different values. Freeze the "
+                    "part with the weights that belong to this source, or remove them from the "
+                    "source"
                 )
         self.to_compare.clear()
 
     def finish(self) -> None:
-        """Read extra state. All ranks."""
+        """Read extra state. Collective."""
         own_code, reader = self.match.own_code, self.plan.reading.reading_ranks[0]
         own_code.read_extras(self.match.listing, self.ranks, reader)
 
     def moved(self) -> Moved:
-        """Bytes moved so far."""
+        """Return the bytes moved so far."""
         return Moved(self.reader.bytes_read)
 
     def damage_note(self) -> str:
-        """The sentence about the model in an error."""
+        """Return the sentence that an error adds about the model."""
         return OVERWRITTEN if self.plan.in_place else ""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The report of a load or a sync: equal on all ranks and printable as one screen."""
+"""The report of a load or a sync: the same on every rank, and printable as one screen."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SHOWN = 5
 
 
 def mib_by_rank(values: list[int]) -> str:
-    """Bytes of each rank, as text."""
+    """Return the MiB of each rank as text."""
     shown = " ".join(f"{value / MIB:.1f}" for value in values[:16])
     more = f" ... (max {max(values) / MIB:.1f})" if len(values) > 16 else ""
-    return f"{shown}{more} MiB by rank"
+    return f"{shown}{more} MiB per rank"
 
 
 def _group_line(title: str, items: list[str]) -> str:
-    """One line of a report: the number of items, and the first few."""
+    """Return one line of a report: the number of items, and the first few."""
     return f"  {title:<12} {len(items)}: {join_first(items, SHOWN, '; ')}"
 
 
@@ -46,11 +46,11 @@ class FillReport:
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """All fields, as a JSON object."""
+        """Return all fields as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def lines(self, others: Mapping[str, list[str]]) -> list[str]:
-        """Lines on the tensors, one for each title that has any; and what was verified."""
+        """Return one line for each group that has tensors, and one for what was verified."""
         groups = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -59,7 +59,7 @@ class FillReport:
             "kept": self.kept,
             "tied": [f"{name} = {', '.join(also)}" for name, also in self.tied.items()],
             "cast": [f"{name} {cast}" for name, cast in self.cast.items()],
-            "new objects": self.renewed,
+            "replaced": self.renewed,
             **others,
         }
         lines = [_group_line(title, items) for title, items in groups.items() if items]
@@ -68,7 +68,7 @@ class FillReport:
 
 @dataclass(frozen=True)
 class LoadReport(FillReport):
-    """The report of a load. Equal on all ranks. Unpacks like `(missing_keys, unexpected_keys)`.
+    """The report of a load, the same on every rank. Unpacks as `(missing_keys, unexpected_keys)`.
 
     Example::
 
@@ -79,26 +79,27 @@ class LoadReport(FillReport):
         report.to_json()
 
     Attributes:
-        missing: tensors of the model that the source does not hold.
+        missing: tensors of the model that the source does not contain.
         unexpected: keys of the source that fill no tensor of the model.
         initialized: tensors that got their values from a rule of the model, with the rule.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
-        kept: missing tensors that kept the values they had.
+        kept: missing tensors that kept their values.
         tied: tensor -> its other names.
-        duplicates: keys of tied tensors that the source holds more than once -> the key that was
+        duplicates: keys of tied tensors that the source contains more than once -> the key that was
             loaded; their values were equal.
         cast: tensor -> "dtype in the source -> dtype in the model".
-        renewed: tensors on meta whose objects torch could not keep, because something else referred
-            to them: the model has new objects, and an optimizer built before has the old ones.
+        renewed: meta parameters that were replaced by new objects because something else references
+            the old ones. An optimizer that was built earlier still holds the old objects.
         own_code: extra state that was handed to its module.
         own_code_not_run: modules whose code (hooks, overrides) load_state_dict would have run, and
-            extra state that was not handed over -> why; their values are the source's.
+            extra state that was not handed to its module -> the reason. Their values are those of
+            the source.
         frozen: parts passed to `freeze()` -> where their values came from.
         format, tensors: format of the source, and how many tensors were filled from it.
         strategy: "own", "stripe" or "scatter".
         reason: the reason for this strategy.
         nonfinite: tensor -> number of NaN and infinite values; filled with `verify=True`.
-        verified: what `verify=True` compared, in words; "" without it.
+        verified: a text that says what `verify=True` compared; "" without it.
         skipped: files and keys that were skipped, with the reason.
         bytes_read, bytes_sent, peak_host_bytes, peak_device_bytes: one entry per rank, in the
             group's order. Peaks are relative to the state before the call.
@@ -132,8 +133,8 @@ class LoadReport(FillReport):
         if any(self.peak_device_bytes):
             lines.append(f"  device peak  {mib_by_rank(self.peak_device_bytes)}")
         others = {
-            "own code": self.own_code,
-            "not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
+            "extra state": self.own_code,
+            "code not run": [f"{name} {reason}" for name, reason in self.own_code_not_run.items()],
             "frozen": [f"{name} from {source}" for name, source in self.frozen.items()],
             "not finite": [
                 f"{name}: {count(number, 'value')}" for name, number in self.nonfinite.items()
@@ -145,7 +146,7 @@ class LoadReport(FillReport):
 
 
 def log_report(report: FillReport, log: logging.Logger, source: str, model: str) -> None:
-    """Log a report; every difference from a plain, whole copy is a warning (promise 8).
+    """Log a report; every difference from a plain, full copy is a warning (promise 8).
 
     Args:
         report: report of a load or a sync.
@@ -153,16 +154,20 @@ def log_report(report: FillReport, log: logging.Logger, source: str, model: str)
         source, model: names of the two in messages.
     """
     log.info("%s", report)
-    differences = {
-        f"given initial values, as {source} does not hold them": list(report.initialized),
-        f"kept as they were, as {source} does not hold them": report.kept,
-        f"of {source} ignored, as {model} has none of these names": report.unexpected,
-        "are new objects, as something else referred to the meta tensor": report.renewed,
-    }
+
+    def warn(number_and_fact: str, noun: str, items: list[str]) -> None:
+        if items:
+            fact = number_and_fact.format(count(len(items), noun))
+            log.warning("%s: %s", fact, join_first(items, 10))
+
+    warn(f"{{}} missing from {source} and initialized", "tensor", [*report.initialized])
+    warn(f"{{}} missing from {source} and not changed", "tensor", report.kept)
+    why = f"ignored because {model} has no tensor of that name"
+    warn(f"{{}} of {source} {why}", "key", report.unexpected)
+    why = "replaced by a new object because something else references the meta tensor"
+    warn(f"{{}} {why}", "tensor", report.renewed)
     if isinstance(report, LoadReport):
         code = [f"{name} {reason}" for name, reason in report.own_code_not_run.items()]
-        differences["or modules have load_state_dict code that was not run"] = code
-        differences["not finite"] = list(report.nonfinite)
-    for title, items in differences.items():
-        if items:
-            log.warning("%d tensors %s: %s", len(items), title, ", ".join(items[:10]))
+        what = "load_state_dict code not run, or extra state not restored, for"
+        warn(f"{what} {{}}", "module", code)
+        warn("{} with NaN or infinite values", "tensor", [*report.nonfinite])

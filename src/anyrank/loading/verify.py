@@ -1,4 +1,4 @@
-"""Compares loaded values: two names of one tensor in each load; more with `verify=True`.
+"""Compare loaded values: two names of one tensor in each load; more with `verify=True`.
 
 `verify=True` compares the file with its checksums, replicas with one another, and looks for NaN.
 """
@@ -22,18 +22,19 @@ from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import Coordinates, Members, ShardedTensor, replicas, shared
 from anyrank.tensors.spec import StoredTensor
-from anyrank.wording import join_first
+from anyrank.wording import count, join_first
+from anyrank.world.first_ranks import name_ranks
 from anyrank.world.ranks import Ranks
 
 SHOWN = 5  # pairs in a message
-NO_CHECKSUMS = "the source has no checksums, so a flipped bit in it cannot be noticed"
+NO_CHECKSUMS = "the source has no checksums, so corruption cannot be detected"
 
 
 def verify_source(match: ModelMatch, reading_ranks: tuple[int, ...], ranks: Ranks) -> list[str]:
-    """Compare a source with its checksums; return what was compared, in words. All ranks.
+    """Compare a source with its checksums; return texts that say what was compared. Collective.
 
     Args:
-        match: the match, which says what is loaded of it.
+        match: the match, which has the source's listing.
         reading_ranks: the ranks that read, and share the work.
         ranks: the ranks of the call.
 
@@ -55,7 +56,7 @@ def verify_source(match: ModelMatch, reading_ranks: tuple[int, ...], ranks: Rank
 def verify_loaded(
     match: ModelMatch, coordinates: Mapping[int, Coordinates], ranks: Ranks
 ) -> dict[str, int]:
-    """Compare the replicas of loaded tensors; return NaN and infinities by tensor. All ranks.
+    """Compare replicas of loaded tensors; return the NaN and infinities per tensor. Collective.
 
     Args:
         match: the match that was loaded.
@@ -67,7 +68,7 @@ def verify_loaded(
     """
     known = shared(match.tensors, coordinates)
     compare_replicas((pair for pair in known if pair[0].kind != "derived"), ranks)
-    # Each element is counted on one rank, because replicas are equal.
+    # Each element is counted on only one rank, because replicas are equal.
     own_tensors = [
         tensor
         for index, tensor in enumerate(match.tensors)
@@ -86,7 +87,7 @@ def _check_files(listing: Listing, number: int, count: int) -> list[str]:
         count: how many ranks share the work.
 
     Returns:
-        The comparisons made, in words.
+        Texts that say what was compared.
 
     Raises:
         LoadError: a checksum differs; names the file, and the record if the format knows it.
@@ -97,10 +98,10 @@ def _check_files(listing: Listing, number: int, count: int) -> list[str]:
 
 
 def compare_ties(match: ModelMatch, reading_ranks: Sequence[int], ranks: Ranks) -> None:
-    """Compare the source's values under several names of one tensor of the model. All ranks.
+    """Compare the source's values under several names of one tensor of the model. Collective.
 
     Args:
-        match: the match, which says what is loaded of the source.
+        match: the match, which has the names.
         reading_ranks: the ranks that read, and share the work.
         ranks: the ranks of the call.
 
@@ -127,22 +128,21 @@ def compare_ties(match: ModelMatch, reading_ranks: Sequence[int], ranks: Ranks) 
         if different:
             pairs = [f"{key} and {first}" for key, first in dict(different).items()]
             raise LoadError(
-                f"{join_first(pairs, SHOWN)} are one tensor in the model, and hold different "
-                "values in the source: build the model without this tie (transformers: "
-                "tie_word_embeddings=False), or leave out what is wrong, as by "
-                f"rename={dict.fromkeys(dict(different), '')!r}"
+                f"{join_first(pairs, SHOWN)} are tied in the model, but differ in the source. "
+                "Build the model without the tie (transformers: tie_word_embeddings=False), or "
+                f"drop the wrong one with rename={dict.fromkeys(dict(different), '')!r}"
             )
 
     ranks.run("comparing tied tensors", compare)
 
 
 def _boxes(stored: StoredTensor) -> Iterator[Box]:
-    """A tensor in blocks."""
+    """Return the boxes of a tensor's blocks."""
     return Box.whole(stored.shape).cut(BLOCK_BYTES // stored.dtype.itemsize)
 
 
 def _differ(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether values differ in a bit; NaN equals NaN."""
+    """Return True if the values differ in a bit; NaN equals NaN."""
     dtype = torch.promote_types(tensor.dtype, other.dtype)
     first, second = (t.to(dtype).reshape(-1).view(torch.uint8) for t in (tensor, other))
     return not torch.equal(first, second)
@@ -158,7 +158,7 @@ def compare_replicas(
     ranks: Ranks,
     digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]] = content_hashes,
 ) -> None:
-    """Compare copies that several ranks hold; arguments as for `differing_replicas`. All ranks.
+    """Compare the copies on several ranks; arguments as for `differing_replicas`. Collective.
 
     Raises:
         LoadError: replicas differ; names the tensors and the ranks.
@@ -166,18 +166,19 @@ def compare_replicas(
     different = differing_replicas(shared, ranks, digest_all)
     if different:
         shown = [
-            f"{name}: " + " differs from ".join(f"ranks {some.listed}" for some in by_text.values())
+            f"{name}: different values on " + " and on ".join(map(name_ranks, by_text.values()))
             for name, by_text in [*different.items()][:10]
         ]
         raise LoadError(
-            f"{len(different)} tensors differ between replicas:\n  " + "\n  ".join(shown)
+            f"{count(len(different), 'tensor differs', 'tensors differ')} between replicas:\n  "
+            + "\n  ".join(shown)
         )
 
 
 def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
-    """NaN and infinite values by tensor, counted by the ranks together. All ranks."""
+    """Return the number of NaN and infinite values per tensor. Collective."""
 
-    def count() -> Counter[str]:
+    def count_here() -> Counter[str]:
         counts: Counter[str] = Counter()
         for target in targets:
             local = target.local()
@@ -188,5 +189,5 @@ def count_nonfinite(targets: list[ModelTensor], ranks: Ranks) -> dict[str, int]:
                     counts[target.name] = bad
         return counts
 
-    _, counts = ranks.run_and_reduce("looking for NaN", lambda: (None, count()), operator.add)
+    _, counts = ranks.run_and_reduce("looking for NaN", lambda: (None, count_here()), operator.add)
     return dict(counts)

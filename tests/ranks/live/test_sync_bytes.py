@@ -47,8 +47,8 @@ def test_verify_finds_one_wrong_element(where: str) -> None:
     answers = run_ranks(2, job_corrupted, where, True)
     text, other = answers
     assert text == other
-    assert "1 tensors of dst do not hold what src holds: 1.weight" in text
-    assert "partly overwritten: sync again before use" in text
+    assert "1 tensor differs between dst and src after the sync: 1.weight" in text
+    assert "partly overwritten; sync again before you use dst" in text
 
 
 def test_without_verify_nothing_is_compared() -> None:

@@ -57,10 +57,10 @@ def job_sync(change: str) -> Any:
         ("shape", "weight: the model has shape [64, 65], the source [64, 64] (weight)"),
         ("name", "missing in the source (2):"),
         ("option", "missing= differs between ranks: 'error' on ranks 0, 1, 'keep' on rank 2"),
-        ("no src", "src is None, or holds no tensors, on every rank"),
-        ("no dst", "dst is None, or holds no tensors, on every rank"),
-        ("meta", "src has no values yet: weight, bias (2 of 2 tensors) on meta"),
-        ("layouts", "weight: ranks hold it in different ways in src: rank 0 as float32[64, 64]"),
+        ("no src", "src= is None, or has no tensors, on every rank"),
+        ("no dst", "dst= is None, or has no tensors, on every rank"),
+        ("meta", "src has no values yet: 2 of 2 tensors on the meta device (weight, bias)"),
+        ("layouts", "weight: ranks hold it in different ways in src (rank 0 as float32[64, 64]"),
     ],
 )
 def test_what_does_not_fit_is_one_error_and_changes_nothing(change: str, words: str) -> None:
@@ -84,7 +84,7 @@ def test_a_wrong_type_is_told_to_all() -> None:
         texts
         == [
             "sync() failed on 1 of 2 ranks, so on all:\n"
-            "[rank 1] dst= takes a torch.nn.Module, a dict of tensors or None, not str"
+            "[rank 1] dst=: expected a torch.nn.Module, a dict of tensors or None, got str"
         ]
         * 2
     )
@@ -97,7 +97,7 @@ def test_an_error_in_the_middle_is_told_to_all(point: str) -> None:
     kind, text, causes = agreed(results)
     assert kind == "RankError"
     assert list(causes) == [rank], text
-    assert "dst that were real are partly overwritten: sync again" in text
+    assert "dst that were not on the meta device are partly overwritten; sync again" in text
 
 
 def test_a_rank_that_dies_in_the_middle_is_named() -> None:

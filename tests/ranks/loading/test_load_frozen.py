@@ -104,7 +104,7 @@ def test_a_source_that_holds_other_values_is_refused(
     if not on_meta:
         model.load_state_dict(pair.state_dict())
     anyrank.freeze(model.encoder, source=f"{folder}/encoder.safetensors")
-    with pytest.raises(anyrank.LoadError, match=r"encoder.0.weight: is frozen, and the source h"):
+    with pytest.raises(anyrank.LoadError, match=r"encoder.0.weight: is frozen, but the source h"):
         anyrank.load(model, folder / "other.safetensors")
     assert model.head.weight.is_meta == on_meta
     assert on_meta or torch.equal(model.encoder[0].weight, pair.encoder[0].weight)

@@ -408,7 +408,7 @@ def job_no_whole(change: str) -> str:
             "[1] of the mesh of its layout=, holds [3], and the source [8] (",
         ),
         ("dst, own first", "w: the ranks' layout= make no whole"),
-        ("dst on one", "w: dst lies on 2 ranks, and 1 of them passed it"),
+        ("dst on one", "w: dst is sharded over 2 ranks, but only 1 of them passed it"),
     ],
 )
 def test_parts_that_make_no_whole_are_refused_in_sync(change: str, words: str) -> None:

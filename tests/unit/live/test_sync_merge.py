@@ -184,7 +184,7 @@ class Convolution(nn.Module):
         ),
         (disabled, "its adapters are disabled"),
         (tied, "embed.weight: is tied with head.weight"),
-        (Net, "merge=True, and src has no active adapter"),
+        (Net, "merge=True needs an active PEFT adapter in src"),
     ],
 )
 def test_what_is_no_plain_lora_is_refused_by_name(make: Any, words: str) -> None:
@@ -198,7 +198,7 @@ def test_what_is_no_plain_lora_is_refused_by_name(make: Any, words: str) -> None
 
 
 def test_a_dst_with_an_adapter_of_its_own_is_refused() -> None:
-    with pytest.raises(anyrank.LoadError, match="merge=True, and dst has an adapter as well"):
+    with pytest.raises(anyrank.LoadError, match="merge=True, but dst has an adapter too"):
         anyrank.sync(lora(Net()), lora(Net()), merge=True)
     with pytest.raises(anyrank.LoadError, match="sync with merge=True"):
         anyrank.sync(Net(), lora(Net()))
@@ -235,7 +235,7 @@ def test_a_product_by_tile_has_the_bits_of_the_whole(
 
 def test_the_same_factors_at_another_scale_are_another_model() -> None:
     src, dst = lora(Net(), lora_alpha=8), lora(Net(), lora_alpha=16)
-    with pytest.raises(anyrank.LoadError, match="is scaled by 2 in src, and by 4 in dst"):
+    with pytest.raises(anyrank.LoadError, match="is scaled by 2 in src, but by 4 in dst"):
         anyrank.sync(dst, src)
     dst.base_model.model.up.scaling["default"] = 2.0
     anyrank.sync(dst, src)

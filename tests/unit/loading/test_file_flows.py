@@ -201,6 +201,6 @@ def test_what_no_page_cache_holds_is_read_by_one_rank_and_exchanged() -> None:
     assert decided("/data/w.safetensors", 1 << 30)[0] == "own"
     assert decided("s3://b/w.safetensors", 1 << 30) == (
         "stripe",
-        "ranks would each read the same 1.0 GiB",
+        "each rank would otherwise read the same 1.0 GiB",
     )
     assert decided("s3://b/w.safetensors", 1 << 20)[0] == "own"

@@ -194,7 +194,7 @@ def test_many_ranks_send_and_receive_about_as_much_each(
 
 def test_what_nobody_holds_is_named() -> None:
     layout = Layout((2,), (Placement("shard", 0),))
-    with pytest.raises(LoadError, match=r"the source's ranks hold 2 of the 4 elements"):
+    with pytest.raises(LoadError, match=r"the source's ranks hold only 2 of the 4 elements"):
         plans_of((4,), (layout, {0: (0,)}), (None, {1: None}), 2, {0: 0, 1: 0})
 
 

@@ -1,1 +1,1 @@
-"""Bytes that one rank reads and passes on to the ranks that need them."""
+"""Reads that ranks share: one rank reads bytes, and passes them on to the ranks that need them."""

@@ -1,18 +1,19 @@
-"""Decides who reads which bytes where ranks may share the reading, and why."""
+"""Decide who reads which bytes if ranks may share the reading, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from anyrank.errors import LoadError
-from anyrank.loading.reading import Reading
+from anyrank.loading.reading import REQUESTED, Reading
 from anyrank.loading.sharing.flows import FileFlows, Wanted, gap_bytes
 from anyrank.loading.sharing.shared_reads import in_one_chunk, shared_reads
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.tensors.sharded_tensor import Coordinates, replicas
+from anyrank.world.first_ranks import name_ranks
 from anyrank.world.ranks import Ranks
 
-# Below this, the latency of exchanging costs more than a second read of the same bytes saves.
+# Below this, the latency of an exchange costs more than a second read of the same bytes.
 MIN_STRIPE_BYTES = 256 << 20
 
 
@@ -25,7 +26,7 @@ def shared_reading(
     ranks: Ranks,
     buffer_bytes: int,
 ) -> Reading:
-    """Decide who reads, and what passes between ranks. Every rank comes to the same result.
+    """Decide who reads, and what passes between ranks. The result is the same on every rank.
 
     Args:
         strategy: the caller's choice.
@@ -69,8 +70,8 @@ def decide(
         repeated_bytes: bytes that ranks with different caches would each read.
 
     Returns:
-        The strategy, the reason in words, and the ranks that read; None if the ranks that want a
-        block take turns.
+        The strategy, a text with the reason, and the ranks that read; None if the ranks that want
+        a block take turns.
 
     Raises:
         LoadError: a strategy that needs the source on ranks that do not see it.
@@ -78,28 +79,29 @@ def decide(
     seeing = tuple(rank for rank, sees_it in zip(ranks, sees, strict=True) if sees_it)
     blind = len(ranks) - len(seeing)
     if strategy == "scatter":
-        return "scatter", "asked for", seeing[:1]
+        return "scatter", REQUESTED, seeing[:1]
     if blind:
-        named = ", ".join(str(rank) for rank in seeing[:8])
+        can_see = name_ranks(seeing)
         if strategy == "auto":
-            text = f"{blind} of {len(ranks)} ranks do not see the source; read by rank {named}"
-            return "scatter", text, seeing
+            text = f"{blind} of {len(ranks)} ranks cannot see the source, so {can_see} "
+            return "scatter", text + ("reads it" if len(seeing) == 1 else "read it"), seeing
         raise LoadError(
-            f"strategy={strategy!r} needs the source on every rank; only rank {named} sees it: "
-            "use strategy='auto' or 'scatter'"
+            f"strategy={strategy!r} needs the source on every rank, but only {can_see} can see it. "
+            "Use strategy='auto' or 'scatter'"
         )
     if strategy != "auto":
-        return strategy, "asked for", None
-    readers = "machines" if len(set(caches)) < len(ranks) else "ranks"
+        return strategy, REQUESTED, None
+    reader = "machine" if len(set(caches)) < len(ranks) else "rank"
     if repeated_bytes < MIN_STRIPE_BYTES:
-        return "own", f"{readers} read little or nothing in common", None
-    return "stripe", f"{readers} would each read the same {repeated_bytes / 2**30:.1f} GiB", None
+        return "own", f"few or no bytes are needed by more than one {reader}", None
+    repeated = f"{repeated_bytes / 2**30:.1f} GiB"
+    return "stripe", f"each {reader} would otherwise read the same {repeated}", None
 
 
 def _repeated(
     match: ModelMatch, coordinates: Mapping[int, Coordinates], cache_of: Mapping[int, int]
 ) -> int:
-    """Bytes that ranks with different page caches would each read."""
+    """Return the number of bytes that ranks with different page caches would each read."""
     if len(set(cache_of.values())) == 1:
         return 0
     total = 0

@@ -1,9 +1,8 @@
-"""The flow of file tensors between ranks, by the blocks that each rank reads of them.
+"""The flow of file tensors between ranks, in blocks that each rank reads from the files.
 
-A file is a source that is held whole by the ranks that see it. The wanted parts of it are cut into
-blocks. Each block has one reader, from whom the ranks that want a part of it receive that part.
-Every rank computes the same rounds, each with its own transfers; in one round a rank reads as much
-as it may stage.
+A file is a source that every rank that sees it can read completely. Its wanted parts are cut into
+blocks. Each block has one reader, which sends parts of it to the ranks that want them. Every rank
+computes the same rounds, with its own transfers; in one round a rank reads as much as it may stage.
 """
 
 from __future__ import annotations
@@ -32,13 +31,14 @@ class Flow:
 
     Attributes:
         name: name in the model that is filled.
-        index: index among the tensors that this rank fills; -1 if it fills another model, or none.
+        index: index among the tensors that this rank fills; -1 if it fills none, or a different
+            model.
         strips: places of its elements in the source.
         transfers: this rank's transfers, in the order of all ranks.
         stored_dtype, wire_dtype, target_dtype: dtypes in the source, between the ranks, in the
             model.
-        nbytes: bytes of it that all ranks receive, at most.
-        is_compared: whether it must be equal already, and is not written.
+        nbytes: limit of its bytes that all ranks receive.
+        is_compared: whether it must already be equal, and is not written.
         twin: number of the source tensor that stands in for `dst`, if two tensors of src are
             compared because dst ties them; else -1.
         reads: place of a held box -> the read of a file that provides it.
@@ -62,8 +62,8 @@ class Wanted:
     """A tensor that all ranks fill from the bytes of a file.
 
     Attributes:
-        index: position in the list that the ranks' `Coordinates` count.
-        tensor: the tensor, as this rank holds it.
+        index: position in the list to which the ranks' `Coordinates` refer.
+        tensor: the tensor on this rank.
         stored: the place of its bytes.
     """
 
@@ -74,15 +74,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class FileFlows:
-    """Plans who reads which block of the files, and who receives it.
+    """The plan that says who reads which block of the files, and who receives it.
 
     Attributes:
-        wanted: in the same order on all ranks; `Flow.index` is a position in it.
+        wanted: the tensors, in the same order on every rank; `Flow.index` is a position in it.
         listing: contents of the source.
         coordinates: coordinates of every rank, by global rank.
         nodes: global rank -> its machine.
         reading_ranks: ranks that see the files and read in turn; None: the ranks that want a block.
-        stage_bytes: limit of the bytes that a rank reads in one round, apart from one whole block.
+        stage_bytes: limit of the bytes that a rank reads in one round; one whole block may exceed
+            it.
     """
 
     wanted: Sequence[Wanted]
@@ -96,7 +97,7 @@ class FileFlows:
         """Yield a rank's part of the reads and transfers before each agreement of the ranks.
 
         Raises:
-            LoadError: the files do not hold all of a tensor; on all ranks.
+            LoadError: the files do not contain all of a tensor; on every rank.
         """
         turns: Counter[tuple[int, ...]] = Counter()
         staged: Counter[int] = Counter()
@@ -125,7 +126,7 @@ class FileFlows:
         groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
         turns: Counter[tuple[int, ...]],
     ) -> Iterator[tuple[Read, int]]:
-        """The reads of a tensor, each with the rank that makes it."""
+        """Yield the reads of a tensor, each with the rank that does it."""
         most = max(MIN_BLOCK_BYTES, self.stage_bytes // 2)
         for shared in shared_reads(wanted.stored, groups, gap_bytes(wanted.stored, self.listing)):
             ranks = shared.takers if self.reading_ranks is None else tuple(self.reading_ranks)
@@ -140,7 +141,7 @@ class FileFlows:
         groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
         blocks: Sequence[tuple[Read, int]],
     ) -> list[Transfer]:
-        """The transfers of a tensor that a rank sends or receives, block by block."""
+        """Return the transfers of a tensor that a rank sends or receives, block by block."""
         strip = Strip.whole(0, wanted.stored.shape)
         start = strip.start
         places = [HeldBox(read.box, {reader: start}, self.nodes) for read, reader in blocks]
@@ -157,7 +158,7 @@ def _flow(
     transfers: Sequence[Transfer],
     span: tuple[int, int],
 ) -> Flow:
-    """A tensor's flow in one round, for the blocks from one number to another."""
+    """Return a tensor's flow in one round, for the blocks in a range of numbers."""
     first, stop = span
     stored, tensor = wanted.stored, wanted.tensor
     own_reads = {n: blocks[n][0] for n in range(first, stop) if blocks[n][1] == rank}
@@ -176,16 +177,16 @@ def _flow(
 
 
 def _start(transfers: Sequence[Transfer], block: int) -> int:
-    """The position at which the transfers of a block begin."""
+    """Return the position of a block's first transfer."""
     return bisect_left(transfers, block, key=lambda transfer: transfer.box_number)
 
 
 def wire_dtype(stored: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """The dtype in which values pass between ranks: the smaller of the two."""
+    """Return the dtype in which values pass between ranks: the smaller of the two."""
     return min((stored, target), key=lambda dtype: dtype.itemsize)
 
 
 def gap_bytes(stored: StoredTensor, listing: Listing) -> int:
-    """The longest row that is read whole for columns of it; 0 in memory, where nothing is read."""
+    """Return the size limit of rows that are read whole for some columns; 0 for memory."""
     in_memory = any(listing.files[chunk.file].in_memory for chunk in stored.chunks)
     return 0 if in_memory else GAP_BYTES

@@ -17,13 +17,13 @@ from anyrank.loading.sharing.flows import Flow
 from anyrank.loading.sharing.transfers import Transfer
 from anyrank.tensors.box import Box, row_major
 
-MESSAGE_BYTES = 1 << 20  # limit over gloo; the same on all ranks
+MESSAGE_BYTES = 1 << 20  # limit over gloo; the same on every rank
 WHAT = "passing on the weights"
 ALIGN = 16  # of messages in memory, and of blocks in a message
 
 
 class StridedView(NamedTuple):
-    """The place of a block in a tensor's memory: sizes, strides, and first position."""
+    """The place of a block in a tensor's memory: sizes, strides, and offset."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -32,7 +32,7 @@ class StridedView(NamedTuple):
 
     @staticmethod
     def find(view: torch.Tensor, memory: torch.Tensor) -> StridedView | None:
-        """The place of a view in some memory; None if the view has memory of its own."""
+        """Return the place of a view in some memory; None if the view has its own memory."""
         if view.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
             return None
         offset = int(view.storage_offset() - memory.storage_offset())
@@ -40,7 +40,7 @@ class StridedView(NamedTuple):
         return StridedView(tuple(view.shape), view.stride(), offset, is_all)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The block in memory, with the strides of the view for which the place was found."""
+        """Return the block in memory, with the strides of the view that was found."""
         if self.is_all:
             return memory
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
@@ -81,7 +81,7 @@ class Message:
 
     Attributes:
         sender, receiver: global ranks.
-        blocks: in their order.
+        blocks: the blocks, in order.
         nbytes: size of all blocks, with the gaps that align them.
         payload: size of all blocks, without gaps.
         target_bytes: size of all blocks in `dst`.
@@ -95,7 +95,7 @@ class Message:
     target_bytes: int = 0
 
     def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the blocks in the message's memory, which is uint8[nbytes] and aligned."""
+        """Return views of the blocks in the message's memory (uint8[nbytes], aligned)."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         parts: list[torch.Tensor] = []
         for block in self.blocks:
@@ -112,12 +112,12 @@ class Message:
 def messages_of(
     flows: Iterable[Flow], most_bytes: int, piece_bytes: Callable[[Flow, Transfer, int], int]
 ) -> list[Message]:
-    """A rank's messages in order, each of limited size; the same at both ends.
+    """Return a rank's messages in order, each of limited size; both ends compute the same.
 
     Args:
         flows: flows with this rank's transfers.
         most_bytes: limit of a message between two ranks.
-        piece_bytes: function that gives the limit of a transfer's blocks, given the message's
+        piece_bytes: function that returns the limit of a transfer's blocks from the message's
             limit.
     """
     messages: list[Message] = []
@@ -142,14 +142,14 @@ def messages_of(
 
 
 def aligned(position: int) -> int:
-    """The next aligned position."""
+    """Return the next aligned position."""
     return -(-position // ALIGN) * ALIGN
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, with casts; one call for each pair of dtypes.
 
-    Between two devices each copy is a call, because a cast then runs on the target's side.
+    Between two devices each copy is one call, because the cast then runs on the target's device.
     """
     alike: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):

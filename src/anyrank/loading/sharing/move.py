@@ -1,10 +1,10 @@
-"""Moves the bytes of a load or a sync: a rank's sends, receives and copies, in a bounded window.
+"""Move the bytes of a load or a sync: a rank's sends, receives and copies, in a bounded window.
 
 Every rank works through its own part of one order. It starts the next message as soon as the
 window has room, and finishes the oldest first, so that reading, sending and placing overlap.
 Consecutive blocks between two ranks share a message, whose place in the order is that of its first
-block. At the end of each round the ranks agree that none has failed; until then a rank that has
-failed keeps to the order, and sends memory without meaning.
+block. At the end of each round the ranks agree that none has failed; until then a failed rank
+keeps to the order, and sends meaningless values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _UnderWay:
     """A message that is being sent or received.
 
     Attributes:
-        wait: waits for its end.
+        wait: a function that waits for its end.
         start, stop: its part of the window's memory; -1 if it needs none.
     """
 
@@ -51,13 +51,14 @@ class _UnderWay:
 
 
 class Mover:
-    """Fills every rank's targets. All ranks, the same rounds.
+    """The move of one load or sync. Collective: every rank must run the same rounds.
 
     Args:
         rounds: flows with this rank's transfers; ranks agree between two rounds that none failed.
         places: this rank's memory.
         ranks: ranks of the call.
-        window_bytes: bytes of messages under way; 0 if this rank sends and receives nothing.
+        window_bytes: limit of the bytes that are being sent and received; 0 if this rank sends and
+            receives nothing.
         sample: called from time to time, to measure memory.
 
     Attributes:
@@ -109,7 +110,7 @@ class Mover:
             raise self.problem
 
     def _messages(self, number: int, flows: Sequence[Flow]) -> list[Message]:
-        """The messages of a round, by its number."""
+        """Return the messages of the round with this number."""
         return messages_of(flows, self.message_bytes, self.places.piece_bytes)
 
     def _round(self, messages: Sequence[Message]) -> None:
@@ -126,11 +127,11 @@ class Mover:
                 self._finish_oldest()
 
     def _try(self, work: Callable[[], T]) -> T | None:
-        """The result of work that may fail; nothing once something has failed on this rank."""
+        """Return the result of work that may fail; None once anything has failed on this rank."""
         if self.problem is None:
             try:
                 return work()
-            except Exception as error:  # the others still wait for this round's messages
+            except Exception as error:  # the other ranks still wait for this round's messages
                 self.problem = error
         return None
 
@@ -158,7 +159,7 @@ class Mover:
         self.received += message.payload
 
     def _direct(self, message: Message, *, is_source: bool) -> torch.Tensor | None:
-        """The memory of the tensor that a message goes from or to, if it can be used directly."""
+        """Return the tensor's own memory for a message if no staging is needed; else None."""
         first, *others = message.blocks
         if others or (is_source and self.places.is_computed(first.flow, first.transfer)):
             return None
@@ -168,7 +169,7 @@ class Mover:
         return view.view(-1).view(torch.uint8)
 
     def _fill(self, message: Message, memory: torch.Tensor) -> None:
-        """Read the values to be sent into the window."""
+        """Read the values to send into the window."""
         self.places.pack(message, memory)
         self.places.settle()
 
@@ -198,26 +199,26 @@ class Mover:
             self._try(lambda: self._empty(message, memory))
 
     def _stage(self, message: Message) -> tuple[torch.Tensor, int]:
-        """Memory in the window, and its start: a ring, because the oldest message ends first."""
+        """Return memory in the window, and its start. A ring, because the oldest ends first."""
         need = aligned(message.nbytes)
         while (start := self._free_at(need)) < 0:
             self._finish_oldest()
         return self.memory[start : start + message.nbytes], start
 
     def _free_at(self, need: int) -> int:
-        """The position where the ring has room after its newest part; -1 if there is none."""
+        """Return the position of free memory after the newest part of the ring; -1 if none."""
         staged = [entry for entry in self.pending if entry.start >= 0]
         if not staged:
             return 0
         oldest, newest = staged[0], staged[-1]
-        if newest.start >= oldest.start:  # not round the end yet
+        if newest.start >= oldest.start:  # has not wrapped around yet
             if newest.stop + need <= self.window:
                 return newest.stop
             return 0 if need <= oldest.start else -1
         return newest.stop if newest.stop + need <= oldest.start else -1
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for the window; untouched pages cost nothing."""
+        """Return memory for the window; untouched pages cost nothing."""
         if self.devices:
             return page_locked(nbytes, next(iter(self.devices)))
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

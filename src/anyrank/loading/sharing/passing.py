@@ -1,4 +1,4 @@
-"""Tensors from rank to rank, over the connections of a call."""
+"""Pass tensors from rank to rank, over the connections of a call."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from anyrank.world.waits import Wait
 
 
 class Passing:
-    """Sends and receives tensors at the same time, within a `with` block.
+    """Sends and receives that overlap, within a `with` block.
 
-    The caller waits for all of them before the block ends.
+    The caller must wait for all of them before the block ends.
 
     Args:
-        ranks: the ranks of the call; a process alone has nobody to send to.
+        ranks: the ranks of the call; a single process has no receiver.
         what: description of the tensors, for messages.
     """
 
     def __init__(self, ranks: Ranks, what: str) -> None:
         self._opened = None if ranks.connections is None else ranks.ready()
         self._what = what
-        # A wait for gloo's messages, unlike one for its collectives, cannot be cut into slices.
+        # A wait for a gloo message cannot be cut into slices; one for a collective can.
         self._helper: HelperThread | None = None
 
     def __enter__(self) -> Passing:
@@ -42,11 +42,11 @@ class Passing:
         return self._opened
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to send a contiguous CPU tensor; returns its wait."""
+        """Start to send a contiguous CPU tensor; return the function that waits for it."""
         return self._start("send", tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
-        """Start to fill a contiguous CPU tensor; returns its wait."""
+        """Start to fill a contiguous CPU tensor; return the function that waits for it."""
         return self._start("recv", tensor, rank)
 
     def _start(self, kind: str, tensor: torch.Tensor, rank: int) -> Callable[[], None]:
@@ -70,7 +70,7 @@ def exchange(
     received: Iterable[tuple[torch.Tensor, int]],
     what: str,
 ) -> None:
-    """Send tensors to ranks, and receive others in place.
+    """Send tensors to ranks, and receive different ones in place.
 
     Two ranks must list the tensors that they exchange in the same order.
 

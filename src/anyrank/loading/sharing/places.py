@@ -13,7 +13,7 @@ from anyrank.loading.sharing.messages import MESSAGE_BYTES, Block, Message, Stri
 from anyrank.loading.sharing.transfers import Strip, Transfer
 from anyrank.tensors.box import Box
 
-DIMS = tuple(range(64))  # the most dims that a tensor may have
+DIMS = tuple(range(64))  # torch's limit of dims
 
 
 class LocalMemory:
@@ -35,12 +35,12 @@ class LocalMemory:
 
     @cached_property
     def devices(self) -> set[torch.device]:
-        """The devices of both, without the CPU."""
+        """The devices of both, except the CPU."""
         tensors = (*self.sources.values(), *self.targets.values())
         return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
     def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """The elements of a box as this rank's source holds them, in the order of `dst`."""
+        """Return the elements of a box in this rank's source, in the order of `dst`."""
         strip = flow.strips[transfer.strip]
         memory = self.sources[strip.source]
         if memory.shape == box.sizes and strip.dims == DIMS[: memory.dim()]:
@@ -48,19 +48,19 @@ class LocalMemory:
         return turned(self.view_of(transfer, strip, box), strip, box.sizes)
 
     def view_of(self, transfer: Transfer, strip: Strip, box: Box) -> torch.Tensor:
-        """The elements of a box as this rank's source holds them, in the source's order."""
+        """Return the elements of a box in this rank's source, in the source's order."""
         moved = strip.to_source(box).relative_to(strip.to_source(transfer.box).offsets)
         return self.sources[strip.source][moved.shifted(transfer.source).slices()]
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Return whether `source_view` computes the values, in no memory: not in this class."""
+        """Return True if `source_view` computes the values; in this class, it never does."""
         return False
 
     def piece_bytes(self, flow: Flow, transfer: Transfer, most_bytes: int) -> int:
-        """The size limit of a block: copies within a rank are made whole.
+        """Return the size limit of a block. Copies within a rank have none.
 
-        A computed value would be as large as the transfer, and so would the temporary of a cast or
-        a strided side between two devices: these stay in pieces.
+        Computed values, and casts and strided copies between two devices, need a temporary of the
+        block's size, so they are limited.
         """
         if self.is_computed(flow, transfer):
             return min(MESSAGE_BYTES, most_bytes)
@@ -71,23 +71,23 @@ class LocalMemory:
 
     @property
     def is_on_one_device(self) -> bool:
-        """Return whether all tensors are on one device."""
+        """Whether all tensors are on one device."""
         return len({t.device for t in (*self.sources.values(), *self.targets.values())}) <= 1
 
     def settle(self) -> None:
-        """Wait until the devices have made the copies under way."""
+        """Wait until the devices have finished their copies."""
         for device in self.devices:
             torch.accelerator.current_stream(device).synchronize()
 
     def target_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """The elements of a box in this rank's `dst`."""
+        """Return the elements of a box in this rank's `dst`."""
         into = self._target(flow)
         if into.shape == box.sizes:
             return into  # all of it
         return into[box.relative_to(transfer.box.offsets).shifted(transfer.target).slices()]
 
     def source_of(self, block: Block) -> torch.Tensor:
-        """`source_view` of a block, whose place is cached."""
+        """Return the `source_view` of a block; caches its place."""
         memory = self.sources[block.number]
         if block.source is not None:
             return block.source.view(memory)
@@ -96,7 +96,7 @@ class LocalMemory:
         return view
 
     def target_of(self, block: Block) -> torch.Tensor:
-        """`target_view` of a block, whose place is cached."""
+        """Return the `target_view` of a block; caches its place."""
         memory = self._target(block.flow)
         if block.target is not None:
             return block.target.view(memory)
@@ -117,7 +117,7 @@ class LocalMemory:
         copy_all([self.target_of(block) for block in message.blocks], message.parts(memory))
 
     def give(self, message: Message, targets: Sequence[torch.Tensor]) -> None:
-        """Copy the sources of a message's blocks; computed ones one after the other."""
+        """Copy the sources of a message's blocks to targets; computed ones one by one."""
         together: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for block, target in zip(message.blocks, targets, strict=True):
             view = self.source_of(block)
@@ -133,7 +133,7 @@ class LocalMemory:
 
 
 def turned(view: torch.Tensor, strip: Strip, sizes: Sequence[int]) -> torch.Tensor:
-    """A source's part of a strip, in the order of `dst`."""
+    """Return a source's part of a strip, in the order of `dst`."""
     if strip.dims == DIMS[: view.dim()]:
         return view
     order = [dim for dim in strip.dims if dim >= 0]

@@ -1,4 +1,4 @@
-"""A source in files: some ranks read blocks of it, and pass them on to ranks that want them."""
+"""A source in files that some ranks read in blocks, and pass on to the ranks that want them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MIN_WINDOW_BYTES = 256 << 10
 
 
 class FileMemory(LocalMemory):
-    """The blocks that this rank has read of the files in a round, and the memory that it fills.
+    """The blocks that this rank has read from the files in a round, and the memory that it fills.
 
     Args:
-        reader: reader of this rank's files, which are open.
+        reader: reader of this rank's files; they are open.
         targets: position in the wanted list -> this rank's memory.
     """
 
@@ -45,7 +45,7 @@ class FileMemory(LocalMemory):
             LoadError: this rank failed to read.
         """
         faults.point("load.exchange")
-        self.settle()  # a device may still read the blocks of the round before
+        self.settle()  # a device may still read the blocks of the previous round
         jobs: list[Job] = []
         self.blocks.clear()
         for flow in flows:
@@ -56,22 +56,22 @@ class FileMemory(LocalMemory):
         self.reader.run(jobs)
 
     def source_view(self, flow: Flow, transfer: Transfer, box: Box) -> torch.Tensor:
-        """The elements of a box in the block that this rank has read."""
+        """Return the elements of a box in the block that this rank has read."""
         block = self.blocks[flow.index, transfer.box_number]
         inside = box.relative_to(transfer.box.offsets).shifted(transfer.source)
         return block[inside.slices()]
 
     def source_of(self, block: Block) -> torch.Tensor:
-        """`source_view` of a block, not cached: its memory lasts for one round."""
+        """Return the `source_view` of a block. Not cached: its memory lasts for one round."""
         return self.source_view(block.flow, block.transfer, block.box)
 
     def is_computed(self, flow: Flow, transfer: Transfer) -> bool:
-        """Return whether `source_view` computes the values: never, because they are read before."""
+        """Return False: `source_view` computes nothing, because the values are read first."""
         return False
 
 
 class SharedBlocks(OwnBytes):
-    """A source in files: blocks of it are read by one rank each, and received by the others.
+    """A source in files: one rank reads each block, and other ranks receive it.
 
     Args:
         plan, ranks, meter, progress: as for `OwnBytes`.
@@ -100,7 +100,7 @@ class SharedBlocks(OwnBytes):
         self.mover = Mover(rounds, memory, self.ranks, window, self.meter.sample)
 
     def open_files(self) -> None:
-        """Open the files on the ranks that read; other ranks may not see them."""
+        """Open the files on the ranks that read them; other ranks may not see them."""
         if self.ranks.rank in self.plan.reading.reading_ranks:
             super().open_files()
 
@@ -116,5 +116,5 @@ class SharedBlocks(OwnBytes):
         self.reader.check_unchanged()
 
     def moved(self) -> Moved:
-        """Bytes moved so far."""
+        """Return the bytes moved so far."""
         return Moved(self.reader.bytes_read, self.mover.sent)

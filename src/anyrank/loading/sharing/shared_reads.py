@@ -1,4 +1,4 @@
-"""Reads of bytes that several ranks want. Pure."""
+"""Plan reads of bytes that several ranks want. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """A box of one chunk that is read as a whole, because ranks want it or parts of it.
+    """A box of one chunk that is read as a whole, because ranks want all or parts of it.
 
     Attributes:
-        read: the box; its `local` means nothing.
+        read: the box; its `local` has no meaning.
         takers: the ranks, in ascending order.
     """
 
@@ -24,7 +24,7 @@ class SharedRead:
     takers: tuple[int, ...]
 
     def cut(self, most_bytes: int) -> Iterator[Read]:
-        """Reads of at most `most_bytes` (or one element), which lie together in the file."""
+        """Yield reads of at most `most_bytes` (or one element), each contiguous in the file."""
         most = most_bytes // self.read.stored.dtype.itemsize
         for box in self.read.box.cut(most, self.read.chunk.strides):
             yield self.read.part(box)
@@ -35,12 +35,12 @@ def shared_reads(
     groups: Mapping[tuple[Piece, ...], tuple[int, ...]],
     gap_bytes: int = GAP_BYTES,
 ) -> list[SharedRead]:
-    """The reads of a tensor, with the ranks that want each or a part of it.
+    """Return the reads of a tensor, each with the ranks that want all or a part of it.
 
-    Columns of a matrix lie in so many short runs that whoever reads some of them reads the others
-    too. So all that several ranks want of the same rows is one read. The work is a step for each
-    group and chunk that meet: rows meet few chunks, but columns of a tensor stored in rows meet all
-    of them.
+    Columns of a matrix lie in many short runs, so that reading some columns reads the rest too.
+    All columns of the same rows that ranks want are therefore one read. The work is one step per
+    group and chunk that overlap: rows overlap few chunks, but columns of a tensor stored in rows
+    overlap all of them.
 
     Args:
         stored: the tensor.
@@ -62,19 +62,19 @@ def shared_reads(
 
 
 def in_one_chunk(stored: StoredTensor) -> StoredTensor:
-    """The tensor as if it were stored in one chunk, however many there are."""
+    """Return the tensor as if it were stored in one chunk."""
     strides = stored.chunks[0].strides if len(stored.chunks) == 1 else row_major(stored.shape)
     return replace(stored, chunks=(Chunk(Box.whole(stored.shape), 0, 0, strides),))
 
 
 def _with_gaps(read: Read, gap_bytes: int) -> Box:
-    """The read's box, widened by the gaps between its runs in the file if these are small.
+    """Return the read's box, widened by the gaps between its runs in the file if they are small.
 
-    The result depends on the chunk alone, so all ranks that want columns of it get the same rows.
+    The result depends only on the chunk, so all ranks that want columns of it get the same rows.
     """
     box, chunk = read.box, read.chunk
     offsets, sizes = list(box.offsets), list(box.sizes)
-    dense = 1  # elements from one index of the dim to the next, if the chunk has no holes
+    dense = 1  # elements from one index of the dim to the next, if the chunk has no gaps
     runs = box.numel
     for dim in sorted(range(len(sizes)), key=lambda dim: chunk.strides[dim]):
         if box.sizes[dim] == chunk.box.sizes[dim] == 1:

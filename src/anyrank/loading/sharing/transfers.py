@@ -1,9 +1,9 @@
-"""Plans who sends which box of a tensor to whom, from one layout into another. Pure.
+"""Plan who sends which box of a tensor to whom, from one layout to another. Pure functions.
 
-Every rank works out its own sends and receives, and no other rank's. The ranks need not compare
-them, because both ends of a transfer follow the same rule. All transfers stand in one order, by
-receiver, piece and box; a rank that works through its own part in that order never waits in a
-circle, because both ends of the first unfinished transfer have reached it.
+Every rank computes only its own sends and receives. The ranks need not compare them, because both
+ends of a transfer follow the same rule. All transfers have one order, by receiver, piece and box.
+Ranks that work through their own parts in that order never deadlock, because both ends of the first
+unfinished transfer have reached it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Strip:
 
     @staticmethod
     def whole(source: int, shape: tuple[int, ...]) -> Strip:
-        """All of a source tensor, which is the wanted tensor unchanged."""
+        """Return all of a source tensor, which is the wanted tensor unchanged."""
         return Strip(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))))
 
     def transposed(self) -> Strip:
-        """These elements if the wanted tensor has the dims in reverse order."""
+        """Return these elements if the wanted tensor has the dims in reverse order."""
         return Strip(self.box.reversed(), self.source, self.start, self.dims[::-1])
 
     def to_source(self, box: Box) -> Box:
-        """A box inside of the strip, in the source tensor."""
+        """Map a box inside the strip to the source tensor."""
         offsets, sizes = list(self.start), [1] * len(self.start)
         for d, dim in enumerate(self.dims):
             if dim >= 0:
@@ -57,7 +57,7 @@ class Strip:
         return Box(tuple(offsets), tuple(sizes))
 
     def to_wanted(self, box: Box) -> Box:
-        """A box of the source tensor, inside of the strip, in the wanted tensor."""
+        """Map a box of the source tensor, inside the strip, to the wanted tensor."""
         offsets, sizes = list(self.box.offsets), [1] * len(self.dims)
         for d, dim in enumerate(self.dims):
             if dim >= 0:
@@ -85,7 +85,7 @@ def strips_of(stored: StoredTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[
         elif chunk.box.numel:
             strips += _decoded(stored.name, chunk.box, chunk.file, first, chunk.strides, shape)
         if len(strips) > MAX_STRIPS:
-            raise LoadError(f"{stored.name}: a conversion cuts it into too many pieces to send")
+            raise LoadError(f"{stored.name}: a conversion splits it into too many pieces to send")
     return tuple(strips)
 
 
@@ -97,7 +97,7 @@ def _decoded(
     strides: Sequence[int],
     shape: Sequence[int],
 ) -> Iterator[Strip]:
-    """Strips of a box whose elements lie at `first + sum(i * strides)` of the source tensor."""
+    """Yield strips of a box whose elements lie at `first + sum(i * strides)` in the source."""
     steps = row_major(shape)
     start = tuple((first // step) % size for step, size in zip(steps, shape, strict=True))
     dims: list[int] = []
@@ -113,7 +113,7 @@ def _decoded(
                 f"of shape {list(shape)}, which cannot be sent piece by piece"
             )
         room = shape[dim] - start[dim]
-        if size > room:  # continues in the next row of the dim before
+        if size > room:  # continues in the next row of the previous dim
             for part in box.split(d, room):
                 jump = (part.offsets[d] - box.offsets[d]) * stride
                 yield from _decoded(name, part, source, first + jump, strides, shape)
@@ -148,7 +148,7 @@ class HeldBox:
         return tuple(self.holders)
 
     def near(self, rank: int) -> tuple[int, ...]:
-        """The ranks that may send to a rank: itself, else those on its node, else all."""
+        """Return the ranks that may send to a rank: itself, else those on its machine, else all."""
         if rank in self.holders:
             return (rank,)
         return self._by_node.get(self.nodes[rank], self._all)
@@ -163,11 +163,11 @@ def places_of(
     coordinates: Mapping[int, Coordinate],
     nodes: Mapping[int, int],
 ) -> tuple[HeldBox, ...]:
-    """The boxes of a tensor, each with the ranks that hold it.
+    """Return the boxes of a tensor, each with the ranks that hold it.
 
     Args:
         shape: global shape.
-        layout: layout on the ranks below; None: each of them holds it whole.
+        layout: layout on the ranks of `coordinates`; None: each of them holds the whole tensor.
         coordinates: global rank -> its coordinate in the layout's mesh.
         nodes: global rank -> its machine.
     """
@@ -186,12 +186,12 @@ def places_of(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box that one rank gives to another, or to itself.
+    """One box that a rank sends to another rank, or copies to itself.
 
     Attributes:
         sender, receiver: global ranks.
         strip: number of the strip of the wanted tensor that the box is in.
-        box_number: number of the held box that it is a part of.
+        box_number: number of the held box that contains it.
         box: box in the wanted tensor.
         source: its start in the sender's local tensor, in the source's dims.
         target: its start in the receiver's local tensor.
@@ -212,19 +212,19 @@ def transfers_of(
     places: Sequence[Sequence[HeldBox]],
     wanted: Mapping[int, Sequence[Piece]],
 ) -> list[Transfer]:
-    """The transfers of one wanted tensor that a rank sends or receives, in the order of all ranks.
+    """Return a rank's sends and receives for one wanted tensor, in the order of all ranks.
 
-    A box that several ranks hold is cut into as many parts, and each receiver begins with another
-    holder, so that all of them send about the same amount.
+    A box that several ranks hold is cut into one part per holder. Each receiver starts with a
+    different holder, so that all holders send about the same amount.
 
     Args:
         rank: global rank.
         strips: strips of the wanted tensor.
         places: for each strip, the holders of its source tensor.
-        wanted: global rank -> the pieces of the wanted tensor that it shall get.
+        wanted: global rank -> the pieces of the wanted tensor that it receives.
 
     Raises:
-        LoadError: nobody holds an element that `rank` receives.
+        LoadError: no rank holds an element that `rank` receives.
     """
     all_boxes = [_Numbered([*enumerate(boxes)]) for boxes in places]
     own_boxes = [
@@ -255,8 +255,9 @@ def transfers_of(
                             )
             if receiver == rank and filled != piece.box.numel:
                 raise LoadError(
-                    f"the source's ranks hold {filled} of the {piece.box.numel} elements that rank "
-                    f"{rank} wants at {list(piece.box.offsets)}: give src on all ranks of its mesh"
+                    f"the source's ranks hold only {filled} of the {piece.box.numel} elements that "
+                    f"rank {rank} needs at {list(piece.box.offsets)}. Pass src on every rank of "
+                    "its mesh"
                 )
     return transfers
 
@@ -269,13 +270,13 @@ class _Numbered:
         self.index = BoxIndex([held_box.box for _, held_box in boxes])
 
     def common(self, box: Box) -> Iterator[tuple[int, HeldBox, Box]]:
-        """The held boxes that share elements with a box, by number, and the shared elements."""
+        """Yield the held boxes that overlap a box, with their numbers and the overlap."""
         for n, overlap in sorted(self.index.common(box), key=lambda pair: pair[0]):
             yield *self.boxes[n], overlap
 
 
 def _shared(box: Box, senders: Sequence[int], start: int) -> Iterator[tuple[int, Box]]:
-    """Cut a box into parts, one from each sender if it is large enough."""
+    """Cut a box into parts, one for each sender if it is large enough."""
     count = len(senders)
     if count == 1 or box.numel < MIN_SPLIT:
         yield senders[start % count], box
