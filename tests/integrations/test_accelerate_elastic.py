@@ -249,8 +249,12 @@ def test_a_pass_after_a_break_has_the_rest_and_says_so(
 ) -> None:
     on = setup(tmp_path / "run")
     assert [len([*steps(on, stop, epochs=1)]) for stop in (2, None, None)] == [2, 3, 5]
-    assert [m for m in caplog.messages if "was left within epoch 0: this one has the rest" in m]
-    assert len([m for m in caplog.messages if "was left within" in m]) == 1
+    assert [
+        m
+        for m in caplog.messages
+        if "stopped in epoch 0; this one yields the remaining batches" in m
+    ]
+    assert len([m for m in caplog.messages if "stopped in epoch" in m]) == 1
 
 
 def test_saves_are_made_when_due_and_the_path_that_is_given_is_not_used(
@@ -368,11 +372,11 @@ def test_a_save_before_the_schedule_of_an_epoch_is_warned_of(
             on.optimizer.zero_grad()
         on.accelerator.save_state()
         on.scheduler.step()
-    assert len([m for m in caplog.messages if "before scheduler.step()" in m]) == 2
+    assert len([m for m in caplog.messages if "before the epoch's scheduler.step()" in m]) == 2
     caplog.clear()
     list(steps(on))
     on.accelerator.save_state()
-    assert not [m for m in caplog.messages if "before scheduler.step()" in m]
+    assert not [m for m in caplog.messages if "before the epoch's scheduler.step()" in m]
 
 
 def test_weights_of_losses_and_other_precision(tmp_path: Path) -> None:
@@ -389,7 +393,10 @@ def test_weights_of_losses_and_other_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"gradient_accumulation_steps": 2}, "global_batch decides how much is accumulated"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "remove gradient_accumulation_steps; global_batch determines",
+        ),
         (
             {"dataloader_config": DataLoaderConfiguration(split_batches=True)},
             "split_batches divides a batch",
@@ -416,25 +423,34 @@ def test_data_that_is_divided_already_is_refused(tmp_path: Path) -> None:
 def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
     on = setup(tmp_path / "run")
     loss = on.model(torch.ones(2, 4)).mean()
-    with pytest.raises(ValueError, match="backward outside of the loop"):
+    with pytest.raises(ValueError, match=r"backward\(\) was called outside the loop"):
         on.accelerator.backward(loss)
-    with pytest.raises(ValueError, match=r"skip_first_batches\(\) of the training DataLoader"):
+    with pytest.raises(
+        ValueError, match=r"skip_first_batches\(\) was called with the training DataLoader"
+    ):
         on.accelerator.skip_first_batches(on.data, 2)
-    with pytest.raises(AttributeError, match=r"no batches are to be skipped by hand"):
+    with pytest.raises(AttributeError, match=r"do not skip batches yourself"):
         skip_first_batches(on.data, 2)
     for batch in on.data:
         on.accelerator.backward(on.model(batch).mean())
         if not on.accelerator.sync_gradients:
-            with pytest.raises(ValueError, match=r"save_state\(\) within a step"):
+            with pytest.raises(
+                ValueError, match=r"save_state\(\) was called in the middle of a step"
+            ):
                 on.accelerator.save_state()
             continue
         on.optimizer.step()
-        with pytest.raises(ValueError, match="backward after the optimizer's step"):
+        with pytest.raises(
+            ValueError,
+            match=r"backward\(\) was called after clipping, or after the optimizer's step",
+        ):
             on.accelerator.backward(on.model(batch).mean())
         break
     on.accelerator.save_state()
     assert on.accelerator.run.step == 1
-    with pytest.raises(ValueError, match=r"run holds a run: call accelerator.load_state\(\)"):
+    with pytest.raises(
+        ValueError, match=r"run already contains a run. Call accelerator.load_state\(\)"
+    ):
         next(iter(setup(tmp_path / "run").data))
 
 
@@ -443,7 +459,8 @@ def test_a_scheduler_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
     inner = on.scheduler.scheduler
     on.accelerator.register_for_checkpointing(inner)
     with pytest.raises(
-        ValueError, match=r"register_for_checkpointing\(LambdaLR\): give .* prepare"
+        ValueError,
+        match=r"register_for_checkpointing\(\) got a scheduler \(LambdaLR\)\. Pass .* prepare",
     ):
         on.accelerator.load_state()
 
@@ -453,11 +470,15 @@ def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None
     for batch in on.data:
         on.model(batch).mean().backward()
         if on.accelerator.sync_gradients:
-            with pytest.raises(ValueError, match=r"a step without accelerator.backward\(loss\)"):
+            with pytest.raises(
+                ValueError, match=r"optimizer.step\(\) without accelerator.backward\(loss\)"
+            ):
                 on.optimizer.step()
             break
     on = setup(tmp_path / "other")  # as where the DataLoader of a test is prepared first
-    with pytest.raises(ValueError, match="the DataLoader that is prepared first"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.step\(\) without .* the first one passed to prepare"
+    ):
         list(on.data)
     assert on.data.loader.step == 0
 
@@ -468,7 +489,7 @@ def test_an_optimizer_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
         cpu=True, folder=tmp_path, global_batch=6
     )
     accelerator.prepare(torch.nn.Linear(4, 4), points())
-    with pytest.raises(ValueError, match=r"no optimizer was prepared, so none is saved or resumed"):
+    with pytest.raises(ValueError, match=r"no optimizer was prepared\. First pass"):
         accelerator.load_state()
 
 

@@ -112,7 +112,7 @@ def test_layers_of_a_padded_batch_are_recomputed_without_a_cache(family: str, ca
                 handle = anyrank.recompute_(model.train(mode), pattern, offload=offload)
                 assert_close(gradients(model), plain)
                 handle.remove()
-    told = [r.getMessage() for r in caplog.records if "recomputed in backward" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "recomputed layers get" in r.getMessage()]
     assert len(told) == len(set(told)) <= 3
     assert any("=None" in text for text in told)
 
@@ -200,7 +200,7 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
     config = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     model = get_peft_model(make("llama"), config)
     anyrank.recompute_(model, "base_model.model.layers.*")
-    with pytest.raises(anyrank.RecomputeError, match="a cache that holds tokens already"):
+    with pytest.raises(anyrank.RecomputeError, match="a non-empty cache"):
         model(**BATCH)
 
 

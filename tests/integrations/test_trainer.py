@@ -228,14 +228,20 @@ def trainer(out: Path, kind: type[Trainer] = Trainer, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"gradient_accumulation_steps": 2}, "leave it at 1; global_batch decides"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps=2: must be 1, because global_batch",
+        ),
         ({"auto_find_batch_size": True}, "would change the microbatch"),
         ({"save_total_limit": 2}, "save_total_limit=2 is below keep=3"),
         ({"save_only_model": True}, "writes no optimizer"),
-        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "knows no best step"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "no"},
+            "load_best_model_at_end needs an evaluation",
+        ),
         ({"ignore_data_skip": True}, "would train samples twice"),
-        ({"enable_jit_checkpoint": True}, "saves on SIGTERM, and so does the run"),
-        ({"train_sampling_strategy": "group_by_length"}, "orders the samples by rank"),
+        ({"enable_jit_checkpoint": True}, "saves on SIGTERM, which the run already does"),
+        ({"train_sampling_strategy": "group_by_length"}, "orders the samples per rank"),
     ],
 )
 def test_an_option_that_cannot_hold_is_refused(
@@ -298,15 +304,15 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     made, run = trainer(tmp_path), tmp_path / "run"
     with pytest.raises(ValueError, match="13 is not a multiple of microbatch 2"):
         elastic(made, run, global_batch=13)
-    with pytest.raises(ValueError, match="'optimizer' is a part that the run has already"):
+    with pytest.raises(ValueError, match="the run already has a part 'optimizer'"):
         elastic(made, run, global_batch=12, optimizer=None)
-    with pytest.raises(TypeError, match="give a transformers Trainer"):
+    with pytest.raises(TypeError, match="trainer=: expected a transformers Trainer, got "):
         elastic(made.model, run, global_batch=12)
-    with pytest.raises(ValueError, match="microbatch= is that of TrainingArguments"):
+    with pytest.raises(ValueError, match="microbatch= comes from TrainingArguments"):
         elastic(made, run, global_batch=12, microbatch=2)
     found = elastic(made, run, global_batch=12)
     for one in (made, found):
-        with pytest.raises(ValueError, match="elastic already"):
+        with pytest.raises(ValueError, match="already elastic"):
             elastic(one, run, global_batch=12)
 
 
@@ -369,13 +375,15 @@ def test_another_resume_beside_the_run_is_refused(tmp_path: Path) -> None:
     plain.train()
     made = elastic(trainer(tmp_path, max_steps=1), tmp_path / "run", global_batch=12)
     with pytest.raises(
-        ValueError, match=r"begin the run with it by resume_from_checkpoint='.*checkpoint-1'"
+        ValueError, match=r"start the run from it, pass resume_from_checkpoint='.*checkpoint-1'"
     ):
         made.train(resume_from_checkpoint=True)
     made.train()
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "run"]  # no second set of weights
     made = elastic(trainer(tmp_path), tmp_path / "run", global_batch=12)
-    with pytest.raises(ValueError, match="holds a run: give resume_from_checkpoint=True"):
+    with pytest.raises(
+        ValueError, match=r"already contains a run\. To resume it, pass resume_from_checkpoint=True"
+    ):
         made.train()
     (saved,) = anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState()).saved()
     made.train(resume_from_checkpoint=saved.path)
@@ -425,7 +433,7 @@ def test_recompute_and_gradient_checkpointing_are_not_mixed(tmp_path: Path) -> N
         trainer(tmp_path, activation_checkpointing=True), tmp_path / "run", global_batch=12
     )
     enable_recompute(made.model)
-    with pytest.raises(ValueError, match="would recompute a second time what enable_recompute"):
+    with pytest.raises(ValueError, match="would recompute again what enable_recompute"):
         made.train()
 
 
@@ -433,8 +441,8 @@ def test_recompute_and_gradient_checkpointing_are_not_mixed(tmp_path: Path) -> N
     ("change", "told"),
     [
         (lambda it: setattr(it.args, "fsdp_plugin_args", {"fsdp_version": 1}), "FSDP1 is not"),
-        (lambda it: setattr(it, "is_deepspeed_enabled", True), "DeepSpeed owns"),
-        (lambda it: setattr(it.args, "_n_gpu", 2), "one process a GPU"),
+        (lambda it: setattr(it, "is_deepspeed_enabled", True), "DeepSpeed is not supported"),
+        (lambda it: setattr(it.args, "_n_gpu", 2), "one process per GPU"),
         (lambda it: setattr(it.model, "_tp_size", 2), "tensor parallelism"),
     ],
 )

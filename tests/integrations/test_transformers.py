@@ -132,7 +132,7 @@ def test_keys_that_transformers_ignores_are_of_no_use(wrap: Any) -> None:
         model = wrap(inner)
         key = f"inner.{key}" if model is not inner else key
         source = {**model.state_dict(), key: torch.zeros(2)}
-        assert f"{key}: of no use" in anyrank.load(model, source).skipped
+        assert f"{key}: not needed by the model" in anyrank.load(model, source).skipped
         with pytest.raises(anyrank.LoadError, match="unexpected"):
             anyrank.load(model, {**source, "inner.stray": torch.zeros(2)})
     if wrap is Wrapped:  # what one part ignores is not ignored in another

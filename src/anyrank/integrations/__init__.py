@@ -1,8 +1,8 @@
-"""anyrank inside other people's training loops.
+"""anyrank inside the training loops of other libraries.
 
 A module is imported by its name, such as `anyrank.integrations.lightning`, and imports its
-framework, which the user has. It uses the public names of anyrank, agreements of the ranks
-(`world`), and what `models` judges about adapters.
+framework, which the user has installed. It uses the public names of anyrank, agreements of the
+ranks (`world`), and the checks of adapters in `models`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FRAMEWORKS = (
     "transformers",
 )
 
-# Hidden from type checkers, which read the imports above: for them a misspelled name is an error.
+# Hidden from type checkers: they read the imports above, so that a misspelled name is an error.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
@@ -29,5 +29,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """The frameworks only."""
+    """Return only the names of the frameworks."""
     return list(FRAMEWORKS)

@@ -1,4 +1,4 @@
-"""The microbatches of an `ElasticLoader`, as a loop over a DataLoader expects them."""
+"""The microbatches of an `ElasticLoader`, for a loop over a DataLoader."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger("anyrank.integrations")
 class ElasticBatches:
     """The training DataLoader that an anyrank Accelerator's `prepare` returns.
 
-    An iteration yields this rank's microbatches of an epoch, step after step. `len` is the number
-    of optimizer steps in an epoch. Finished epochs yield nothing, so that a loop over
-    `range(epochs)` continues where the run is.
+    An iteration yields this rank's microbatches of an epoch, step by step. `len` is the number of
+    optimizer steps in an epoch. Complete epochs yield nothing, so that a loop over `range(epochs)`
+    continues at the run's position.
 
     Args:
         accelerator: the Accelerator whose models are trained.
@@ -30,10 +30,10 @@ class ElasticBatches:
         loader: the `anyrank.ElasticLoader`.
         dataset: the DataLoader's dataset, where users expect it.
         batch_size: samples of a microbatch.
-        step: the step whose microbatch is running, or ran last.
+        step: the step of the current or last microbatch.
         is_running: whether the loop is in the body of a microbatch.
-        is_in_finished_epoch: whether the loop over epochs is in one that was finished before.
-        unstepped: ids of the prepared schedulers that have not stepped since the epoch began.
+        is_in_finished_epoch: whether the loop over epochs is in one that was already complete.
+        unstepped: ids of the prepared schedulers that have not stepped since the epoch started.
     """
 
     def __init__(self, accelerator: Any, run: FrameworkRun, dataloader: Any) -> None:
@@ -56,49 +56,49 @@ class ElasticBatches:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the training DataLoader that prepare() returns has no {name!r}: it has len(), "
-            "dataset, batch_size, set_epoch() and loader, the ElasticLoader; load_state() "
-            "restores its position, so no batches are to be skipped by hand (skip_first_batches)"
+            f"the training DataLoader that prepare() returns has no {name!r}. It has len(), "
+            "dataset, batch_size, set_epoch() and loader (the ElasticLoader). load_state() "
+            "restores its position, so do not skip batches yourself (skip_first_batches)"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, for a loop that does not begin at 0."""
+        """Set the epoch of the next iteration, for a loop that does not start at 0."""
         self._num_iterations = epoch
 
     def __iter__(self) -> Generator[Any, None, None]:
         self._run.begin(
-            "call accelerator.load_state() before the loop, which also begins a run where there "
-            "is none"
+            "Call accelerator.load_state() before the loop (it also starts a new run if the folder "
+            "is empty)"
         )
         self._run.count()  # counts the last epoch's last step, with the code after its loop
         epoch, self._num_iterations = self._num_iterations, self._num_iterations + 1
         self.is_in_finished_epoch = self.loader.epoch > epoch
         if self.is_in_finished_epoch:
-            log.info("epoch %d was finished before: it yields nothing", epoch)
+            log.info("epoch %d is already complete: no batches", epoch)
             return
         begun = self.loader.epoch
         self.unstepped = {id(scheduler) for scheduler in self._accelerator._schedulers}
         if self._interrupted_epoch == begun:
             log.warning(
-                "the pass before was left within epoch %d: this one has the rest of it, so that "
-                "every sample is seen once",
+                "the previous loop stopped in epoch %d; this one yields the remaining batches, so "
+                "that every sample is seen once",
                 begun,
             )
-        # One container for all passes, because a model's first step is checked.
+        # One container for all loops, because a model's first step is checked.
         self._models = models = self._models or self._accelerator.prepared_models()
         try:
             for step in self.loader:
                 yield from self._bodies(step, models)
                 self.complete()
                 if self.loader.step == step.number:  # not counted yet, for instance by a save
-                    self._run.note_step()  # also if a GradScaler has skipped it
+                    self._run.note_step()  # also if a GradScaler skipped it
                     self._run.count(hold=step.ends_epoch)
         finally:
             self._interrupted_epoch = begun if self.loader.epoch == begun else None
             self._leave()
 
     def _bodies(self, step: Any, models: nn.ModuleList) -> Generator[Any, None, None]:
-        """The microbatches of a step on this rank."""
+        """Yield the microbatches of a step on this rank."""
         self.step, self._num_backwards = step, 0
         self._microbatches = microbatches = step.microbatches(models)
         is_last = False
@@ -111,7 +111,7 @@ class ElasticBatches:
 
     @property
     def is_within_step(self) -> bool:
-        """Return whether microbatches have run that no optimizer step has followed yet."""
+        """Whether microbatches have run since the last optimizer step."""
         is_counted = self.step is not None and self.loader.step > self.step.number
         return self.is_running and not (self._run.has_stepped or is_counted)
 
@@ -126,24 +126,24 @@ class ElasticBatches:
         """Weight a microbatch's mean loss for its backward.
 
         Raises:
-            ValueError: not within the loop, or the gradients of the step are complete already.
+            ValueError: outside the loop, or the gradients of the step are already complete.
         """
         if not self.is_running:
             raise ValueError(
-                "backward outside of the loop over the training DataLoader, which is the first "
-                "one that is prepared"
+                "accelerator.backward() was called outside the loop over the training DataLoader "
+                "(the first one passed to prepare())"
             )
         if self._microbatches is None:
             raise ValueError(
-                "backward after the optimizer's step, or after clipping, in the last microbatch "
-                "of a step: run all backward passes before. For optimizers that alternate (a "
-                "GAN), use anyrank.Checkpoints in a loop of your own"
+                "accelerator.backward() was called after clipping, or after the optimizer's step, "
+                "in the last microbatch of a step. Run all backward passes first. For optimizers "
+                "that alternate (a GAN), use anyrank.Checkpoints in your own training loop"
             )
         self._num_backwards += 1
         return self.step.scale(loss, weight)
 
     def complete(self) -> bool:
-        """Complete the gradients in a step's last microbatch; return whether this is the last one.
+        """Complete the gradients in a step's last microbatch; return True if this is the last one.
 
         Raises:
             ValueError: no backward was run in the step.
@@ -154,17 +154,17 @@ class ElasticBatches:
             microbatches, self._microbatches = self._microbatches, None
             if not self._num_backwards:
                 raise ValueError(
-                    "a step without accelerator.backward(loss): call it in place of "
-                    "loss.backward(), in the loop over the DataLoader that is prepared first, "
-                    "which is the one to train on"
+                    "optimizer.step() without accelerator.backward(loss). Use it instead of "
+                    "loss.backward(), in the loop over the training DataLoader (the first one "
+                    "passed to prepare())"
                 )
-            # The iterator's end exchanges what no wrapper exchanges, scales and verifies.
+            # The iterator's end reduces what no wrapper reduces, scales and verifies.
             left = next(microbatches, None)
             assert left is None
         return True
 
     def clips_exactly(self, parameters: list[Any]) -> bool:
-        """Return whether the step clips these itself: all models' gradients, with exact=True."""
+        """Return True if the step clips these itself: all models' gradients, with exact=True."""
         if not self._run.is_exact or self._models is None:
             return False
         trained = {id(p) for p in self._models.parameters() if p.grad is not None}
@@ -176,7 +176,7 @@ class ElasticBatches:
         return self.step.clip_grad_norm_(max_norm, norm_type)
 
     def _leave(self) -> None:
-        """Drop the rest of a loop that is broken off within a step."""
+        """Drop the rest of a loop that was left in the middle of a step."""
         self.is_running = False
         self._accelerator.sync_gradients = True
         microbatches, self._microbatches = self._microbatches, None

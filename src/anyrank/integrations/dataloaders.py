@@ -1,4 +1,4 @@
-"""Turns a DataLoader into an `ElasticLoader`: same data and workers on any number of ranks."""
+"""Turn a DataLoader into an `ElasticLoader`: same data and workers on any number of ranks."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ def elastic_loader(
     """Make the loader of steps over a DataLoader's data.
 
     Args:
-        dataloader: a torch DataLoader of a dataset with a length, or of a stream that
-            `ElasticLoader.from_iterable` takes. For a dataset, its order has to be the dataset's
-            own, shuffled, or weighted with replacement; `drop_last` drops the samples that do not
-            fill the epoch's last step.
+        dataloader: a torch DataLoader over a dataset with a length, or over a stream that
+            `ElasticLoader.from_iterable` accepts. For a dataset, the order must be sequential,
+            shuffled, or weighted with replacement; `drop_last` drops the samples that do not fill
+            the epoch's last step.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: seed of the order and of all random numbers.
         exact: whether to sum gradients with the same bits on any number of ranks.
-        on_batch_change: what a state with another global_batch means, as for `ElasticLoader`.
+        on_batch_change: what to do if a state has a different global_batch, as for
+            `ElasticLoader`.
         transform, keys: as for `ElasticLoader`.
         window: for a stream, as for `ElasticLoader.from_iterable`.
-        process_group: the data-parallel ranks; default: all.
+        process_group: the data-parallel ranks; default: all ranks.
 
     Raises:
         TypeError: not a DataLoader, or a dataset without length.
@@ -53,28 +54,27 @@ def elastic_loader(
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(
-            f"the training data is a {type(dataloader).__name__}: give one torch DataLoader, over "
-            "a dataset with a length"
+            f"the training data is a {type(dataloader).__name__}. Pass a single torch DataLoader "
+            "over a map-style dataset"
         )
     dataset: Any = dataloader.dataset
     if isinstance(dataset, IterableDataset) and not has_shards(dataset):
         raise TypeError(
             f"the training data is a {type(dataset).__name__}, a stream, whose order cannot be "
-            "planned: give a dataset with a length and dataset[i], or a stream that has num_shards "
-            "and shard(num_shards=, index=), as Hugging Face's IterableDataset"
+            "planned. Pass a map-style dataset (len() and dataset[i]), or a stream with num_shards "
+            "and shard(num_shards=, index=), such as a Hugging Face IterableDataset"
         )
     if dataloader.batch_size is None:
         raise ValueError(
-            "the training DataLoader has a batch_sampler, or no batching: the steps are planned "
-            "from global_batch, so give DataLoader(dataset, batch_size=..., shuffle=...); for "
-            "batches of one aspect ratio or length transform=anyrank.Buckets(key), and keys=, the "
-            "bucket of each sample, where they are known"
+            "the training DataLoader has a batch_sampler, or no batching, but steps are planned "
+            "from global_batch. Use DataLoader(dataset, batch_size=..., shuffle=...). For batches "
+            "of one aspect ratio or length, pass transform=anyrank.Buckets(key), and keys= if the "
+            "bucket of each sample is known"
         )
     if dataloader.worker_init_fn is not None:
         raise ValueError(
-            "the training DataLoader has a worker_init_fn, which is not called: the random "
-            "numbers of each sample are seeded already; what else it does belongs into the "
-            "dataset"
+            "the training DataLoader has a worker_init_fn, which is not supported. Remove it: the "
+            "random numbers of each sample are already seeded. Move other setup into the dataset"
         )
     options: dict[str, Any] = {
         "global_batch": global_batch,
@@ -91,26 +91,26 @@ def elastic_loader(
     }
     if has_shards(dataset):
         if keys is not None:
-            raise ValueError("keys= is for a dataset with a length: remove it")
+            raise ValueError("keys= needs a dataset with a length, not a stream. Remove keys=")
         return anyrank.ElasticLoader.from_iterable(
             dataset, transform=transform, window=window, **options
         )
     if window is not None:
         raise ValueError(
-            f"window= is for streams, and the training data is a {type(dataset).__name__}: "
-            "remove it"
+            f"window= needs a stream, but the training data is a {type(dataset).__name__}. "
+            "Remove window="
         )
     options |= _order(dataloader) | {"transform": transform, "keys": keys}
     return anyrank.ElasticLoader(dataset, on_batch_change=on_batch_change, **options)
 
 
 def has_shards(dataset: Any) -> bool:
-    """Return whether a dataset is a stream that `ElasticLoader.from_iterable` takes."""
+    """Return True if a dataset is a stream that `ElasticLoader.from_iterable` accepts."""
     return not hasattr(dataset, "__len__") and hasattr(dataset, "num_shards")
 
 
 def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of an ElasticLoader that give a sampler's order.
+    """Return the arguments of an ElasticLoader that give a sampler's order.
 
     Raises:
         ValueError: a sampler whose order cannot be kept.
@@ -125,13 +125,14 @@ def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:
         return {"weights": sampler.weights}
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "the training DataLoader has a DistributedSampler: anyrank divides the data among the "
-            "ranks, and a second sharding would lose samples. Remove it: give shuffle=True or False"
+            "the training DataLoader has a DistributedSampler. anyrank already divides the data "
+            "among the ranks, so a second sharding would lose samples. Remove it, and set "
+            "shuffle=True or False"
         )
     if length is None:
         return {}  # a dataset without a length: ElasticLoader says what to do
     raise ValueError(
-        f"the training DataLoader's sampler is a {type(sampler).__name__}, whose order is not "
-        "known for other numbers of ranks: give shuffle=True or False, or a WeightedRandomSampler "
-        "with replacement of as many draws as the dataset has samples"
+        f"the training DataLoader's sampler is a {type(sampler).__name__}, whose order is unknown "
+        "for a different number of ranks. Set shuffle=True or False, or use "
+        "WeightedRandomSampler(weights, num_samples=len(dataset), replacement=True)"
     )

@@ -1,7 +1,7 @@
-"""The private or overridden names of frameworks that the integrations use, as they were tested.
+"""The private or overridden names of frameworks that the integrations use, in tested versions.
 
-Such a name may mean something else in another version. At import each is compared with this table;
-docs/dev/private-names.md says what they are for.
+Such a name may have a different meaning in a different version. At import, each is compared with
+this table; docs/dev/private-names.md says what they are for.
 """
 
 from __future__ import annotations
@@ -118,21 +118,22 @@ NAMES: dict[str, dict[str, dict[str, str | None]]] = {
 
 
 def check_names(package: str, root: str = "") -> None:
-    """Compare a framework's classes with the table; warn if the version is not a tested one.
+    """Compare a framework's classes with the table; warn if the version is untested.
 
     Args:
         package: a key of NAMES.
-        root: the module that the table's classes are counted from; default: the package's.
+        root: the module to which the table's classes are relative; default: the package's.
 
     Raises:
-        ImportError: a name is gone, or takes other parameters; the message says which.
+        ImportError: a name no longer exists, or has different parameters; the message names it.
     """
     warn_if_untested(package)
     for path, names in NAMES[package].items():
         for problem in _differences(f"{root or package}.{path}", names):
             raise ImportError(
-                f"{package} {version(package)}: {problem}, and anyrank relies on it: install "
-                f"{package}=={TESTED[package]}.*, or an anyrank that was tested with yours"
+                f"{package} {version(package)}: {problem}, which anyrank needs. Install "
+                f"{package}=={TESTED[package]}.*, or an anyrank version that supports "
+                f"{version(package)}"
             )
 
 
@@ -142,7 +143,7 @@ def _differences(path: str, names: Mapping[str, str | None]) -> Iterator[str]:
     try:
         owner = getattr(import_module(module), class_name)
     except (AttributeError, ModuleNotFoundError):
-        yield f"there is no {path}"
+        yield f"{path} does not exist"
         return
     for name, tested in names.items():
         method = getattr(owner, name, None)
@@ -154,11 +155,13 @@ def _differences(path: str, names: Mapping[str, str | None]) -> Iterator[str]:
         elif not callable(method):
             yield f"{owner.__name__} has no method {name}({tested})"
         elif parameters(method) != tested:
-            yield f"{owner.__name__}.{name} takes ({parameters(method)}) instead of ({tested})"
+            yield (
+                f"{owner.__name__}.{name} has the parameters ({parameters(method)}), not ({tested})"
+            )
 
 
 def parameters(function: object) -> str:
-    """The names of a function's parameters, with the stars of `*args` and `**kwargs`."""
+    """Return the names of a function's parameters, with the stars of `*args` and `**kwargs`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     signature = inspect.signature(function)  # type: ignore[arg-type]
     return ", ".join(stars.get(p.kind, "") + p.name for p in signature.parameters.values())

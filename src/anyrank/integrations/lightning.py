@@ -1,4 +1,4 @@
-"""Lightning: a callback that saves a run, and resumes it on any number of ranks.
+"""A callback of Lightning that saves a run, and resumes it on any number of ranks.
 
 Tested with lightning 2.6.
 
@@ -30,7 +30,7 @@ PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_ligh
 
 
 def _callback_class() -> Any:
-    """The Callback class of the packages that the script has imported, or of an installed one."""
+    """Return the Callback class of the imported packages, or of an installed one."""
     names = [name for name in PACKAGES if name in sys.modules]
     names = names or [name for name in PACKAGES if find_spec(name)][:1]
     if not names:
@@ -47,13 +47,13 @@ _Callback: Any = _callback_class()
 
 
 class Elastic(_Callback):
-    """Save a Trainer's run, and resume it on any number of ranks. Every rank makes one.
+    """A callback that saves a Trainer's run, and resumes it on any number of ranks.
 
-    `fit` resumes the newest step of the folder if there is one, and saves when due and at the end.
-    Each optimizer step is one batch to Lightning, whose `training_step` is called for each of this
-    rank's microbatches. Works with SingleDeviceStrategy, DDPStrategy and ModelParallelStrategy
-    (FSDP2), and automatic optimization with one optimizer; the page on Lightning in the
-    documentation says what is saved, and what counts steps.
+    Every rank must create one. `fit` resumes the newest step of the folder, if any, and saves when
+    a save is due and at the end. To Lightning each optimizer step is one batch; `training_step` is
+    called for each of this rank's microbatches. Works with SingleDeviceStrategy, DDPStrategy and
+    ModelParallelStrategy (FSDP2), and automatic optimization with one optimizer. The page on
+    Lightning in the documentation says what is saved, and what counts steps.
 
     Args:
         path: folder or URL of the run.
@@ -63,10 +63,11 @@ class Elastic(_Callback):
             `anyrank.integrations.run.RunOptions`.
 
     Raises:
-        ValueError: in `fit`, on all ranks: `ckpt_path`, another accumulation, limit or sharding,
-            manual optimization, several optimizers, or a strategy that is not listed above.
+        ValueError: in `fit`, on every rank: `ckpt_path`, accumulate_grad_batches, a limit of
+            batches, an unsupported sharding, manual optimization, several optimizers, or a strategy
+            that is not listed above.
         TypeError: in `fit`: training data that is not a DataLoader over a dataset with a length, or
-            over a stream that is cut into shards.
+            over a stream with shards.
 
     Example::
 
@@ -113,17 +114,17 @@ class Elastic(_Callback):
 
     @property
     def report(self) -> anyrank.ResumeReport | None:
-        """The report of the run that the last `fit` resumed; None if it began anew."""
+        """The report of the run that the last `fit` resumed; None if it started a new run."""
         return self._run.report
 
     @property
     def state(self) -> anyrank.TrainState | None:
-        """The state of the last `fit`; None before."""
+        """The state of the last `fit`; None before the first one."""
         return self._run.state
 
     @property
     def loader(self) -> anyrank.ElasticLoader | None:
-        """The loader of the last `fit`, with the receipts of finished epochs; None before."""
+        """The loader of the last `fit`, with receipts of complete epochs; None before the first."""
         return self._run.loader
 
     def _say(self, line: str) -> None:
@@ -132,40 +133,41 @@ class Elastic(_Callback):
     # -- Lightning's hooks ------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a Trainer that cannot be resumed, and replace its DataLoader. All ranks."""
+        """Raise ValueError if the Trainer cannot be resumed; replace its DataLoader. Collective."""
         if stage != "fit":
             return
         for problem in problems_of(trainer, pl_module):
             raise ValueError(f"anyrank's Elastic callback: {problem}")
         self._trainer = trainer
         # This callback comes first in each hook, so that it saves before others end the run. A new
-        # list, because Lightning is iterating over this one.
+        # list, because Lightning iterates over the old one.
         trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
-        # Looked up only now, when the module and the DataModule are set up.
+        # Looked up only now, because the module and the DataModule are set up now.
         source = trainer.fit_loop._data_source
         dataloader = source.dataloader
         self._replaced.set(source, "dataloader", lambda: self._elastic_data(dataloader()))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Resume once model, optimizer and schedulers exist and no loop has begun. All ranks."""
+        """Resume: model, optimizer and schedulers exist, and no loop has started. Collective."""
         self._refuse_ckpt_path()
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers gave {len(trainer.optimizers)} optimizers, and Elastic "
-                "needs one: give it several parameter groups, or use anyrank.Checkpoints in a loop "
-                "of your own"
+                f"configure_optimizers returned {len(trainer.optimizers)} optimizers, but Elastic "
+                "needs exactly one. Use one optimizer with several parameter groups, or "
+                "anyrank.Checkpoints in your own training loop"
             )
         trainer.fit_loop.setup_data()
         self._run.resume(self._which)
         if self.report and self.report.components.get("lightning") != "exact":
             assert self._loops is not None
             self._loops.begin_at(self.report.step)
-        # Closed until the first step is done, so that Lightning does not take over signal handlers.
+        # Closed until the first step is complete, so that Lightning does not take over the signal
+        # handlers.
         self._run.open().close()
         self._replaced.take_over(trainer, self._train, self._run.is_exact)
 
     def _make_state(self) -> anyrank.TrainState:
-        """Make the state of a run from everything that the Trainer has set up."""
+        """Make the state of a run from all that the Trainer has set up."""
         trainer = self._trainer
         self._loops = LoopState(trainer, self.loader)
         return anyrank.TrainState(
@@ -181,10 +183,10 @@ class Elastic(_Callback):
         )
 
     def end_if_asked(self) -> None:
-        """End the run now if any rank has received SIGTERM, with the last whole step saved.
+        """Stop the run now if any rank has received SIGTERM; the last complete step is saved.
 
-        Call it after each batch of a long validation. All ranks must call it equally often; it does
-        nothing before the first step.
+        Collective: every rank must call it the same number of times. Call it after each batch of a
+        long validation. It does nothing before the first step.
 
         Raises:
             SystemExit: SIGTERM was received.
@@ -193,18 +195,18 @@ class Elastic(_Callback):
             self._run.end_if_asked()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let Lightning continue in mid epoch as if it had not been interrupted."""
+        """Let Lightning continue in the middle of an epoch as if it had not been interrupted."""
         self._refuse_ckpt_path()
-        # Its own restart would skip a validation, and count some things twice.
+        # Its own restart would skip a validation, and would count some things twice.
         trainer.fit_loop.epoch_loop.restarting = False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save a run that stops within an epoch, before the hooks of the epoch's end."""
+        """Save a run that stops in the middle of an epoch, before the hooks of the epoch's end."""
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         if progress.completed < progress.ready:
             raise ValueError(
-                f"on_train_batch_start returned -1 at batch {progress.completed}, and the rest of "
-                "the epoch's samples would be lost: set trainer.should_stop instead, which stops "
+                f"on_train_batch_start returned -1 at batch {progress.completed}, so the rest of "
+                "the epoch's samples would be lost. Set trainer.should_stop instead, which stops "
                 "the training"
             )
         if not trainer.is_last_batch:
@@ -217,7 +219,7 @@ class Elastic(_Callback):
         self._run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Release everything; the newest checkpoint stays the last one. Waits for no rank."""
+        """Release everything without a save. Does not wait for other ranks."""
         self._run.abandon(exception)
         self._replaced.restore()
 
@@ -228,14 +230,14 @@ class Elastic(_Callback):
     # -- steps ------------------------------------------------------------------------------------
 
     def _elastic_data(self, dataloader: Any) -> Steps:
-        """The steps in place of the user's DataLoader."""
+        """Return the steps in place of the user's DataLoader."""
         group, strategy = None, self._trainer.strategy
         if hasattr(strategy, "device_mesh"):  # ranks of a tensor-parallel group share their data
             group = strategy.device_mesh["data_parallel"].get_group()
         return Steps(self._run.make_loader(dataloader, group), self._begin_epoch)
 
     def _begin_epoch(self) -> Iterator[Any]:
-        # On a stream it would fetch a step ahead to find the last one: `_train` tells it instead.
+        # For a stream it would fetch a step ahead to find the last one; `_train` reports it.
         if (fetcher := self._trainer.fit_loop._data_fetcher) is not None:
             fetcher.prefetch_batches = 0
         return self._iterate()
@@ -243,15 +245,16 @@ class Elastic(_Callback):
     def _iterate(self) -> Generator[Any, None, None]:
         """Yield the steps of the rest of an epoch.
 
-        The code here runs between two of Lightning's batches, when all its counts are complete.
+        This code runs between two of Lightning's batches, when all its counts are complete.
         """
         self._complete()
         assert self._loops is not None
         assert self.loader is not None
         if self.loader.epoch != self._trainer.current_epoch:
             raise ValueError(
-                f"Lightning is in epoch {self._trainer.current_epoch}, and the data in epoch "
-                f"{self.loader.epoch}: the folder has to be that of a run of this callback"
+                f"Lightning is in epoch {self._trainer.current_epoch}, but the data is in epoch "
+                f"{self.loader.epoch}: the run folder was not written by this callback. Use the "
+                "folder of a run of Elastic, or a new folder"
             )
         self._loops.restore_within_epoch()
         self._steps = iter(self.loader)
@@ -260,7 +263,7 @@ class Elastic(_Callback):
             self._complete()
 
     def _complete(self) -> None:
-        """Count the step that was trained, and save when due. All ranks."""
+        """Count the trained step, and save if a save is due. Collective."""
         assert self.loader is not None
         epoch = self.loader.epoch
         self._run.count()
@@ -270,7 +273,7 @@ class Elastic(_Callback):
     def _train(self, original: Any, step: Any, *args: Any) -> Any:
         """Run forward and backward of this rank's microbatches.
 
-        Returns the output of the last one, with the mean loss of the global batch.
+        Return the output of the last one, with the mean loss of the global batch.
         """
         trainer, strategy = self._trainer, self._trainer.strategy
         module, optimizer = trainer.lightning_module, trainer.optimizers[0]
@@ -289,8 +292,9 @@ class Elastic(_Callback):
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None:
                 raise ValueError(
-                    "training_step returned no loss: the mean over the global batch needs that of "
-                    "every microbatch: to leave one out, return its loss times 0"
+                    "training_step returned no loss, but must return one for every microbatch, "
+                    "because the loss is the mean over the global batch. To ignore a microbatch, "
+                    "return loss * 0"
                 )
             strategy.backward(step.scale(loss), optimizer)
         if step.ends_epoch:
@@ -304,8 +308,8 @@ class Elastic(_Callback):
         path = self._trainer.ckpt_path
         if path:
             raise ValueError(
-                f"fit(ckpt_path={str(path)!r}) beside Elastic, which resumes from "
-                f"{self._run.folder}: leave it out. A run begins with what Lightning saved by "
-                "Elastic(resume=path), or with its weights alone by anyrank.load(module, path) "
-                "before fit"
+                f"remove ckpt_path={str(path)!r} from fit(): Elastic resumes from "
+                f"{self._run.folder}. To start a run from Lightning's checkpoint, use "
+                "Elastic(resume=path); from only its weights, call anyrank.load(module, path) "
+                "before fit()"
             )

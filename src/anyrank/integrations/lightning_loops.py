@@ -1,4 +1,4 @@
-"""The counts of a Lightning Trainer as a part of a run; refusals of Trainers without a run."""
+"""The counts of a Lightning Trainer as a part of a run; checks of options that a run excludes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
-OTHER_STRATEGIES = {"DeepSpeedStrategy", "FSDPStrategy"}  # the first one is a DDPStrategy, too
+OTHER_STRATEGIES = {"DeepSpeedStrategy", "FSDPStrategy"}  # the first one is a DDPStrategy too
 # Callbacks that change the accumulation or the loops themselves.
 REFUSED = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
-TUNERS = {"BatchSizeFinder", "LearningRateFinder"}  # train steps of their own within fit
-# Counts that Lightning resets at the beginning of an epoch, by their names in the loops' state.
+TUNERS = {"BatchSizeFinder", "LearningRateFinder"}  # run their own training steps within fit
+# Counts that Lightning resets at the start of an epoch, by their names in the loops' state.
 WITHIN_EPOCH = {
     "epoch_loop.batch_progress": lambda loop: loop.batch_progress,
     "epoch_loop.scheduler_progress": lambda loop: loop.scheduler_progress,
@@ -29,19 +29,19 @@ class Steps:
 
     Args:
         loader: the loader of the steps.
-        iterate: returns the steps of the rest of an epoch.
+        iterate: function that returns the steps of the rest of an epoch.
     """
 
     def __init__(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> None:
         self._loader, self._iterate_steps = loader, iterate
 
     def __len__(self) -> int:
-        return len(self._loader)  # TypeError for a stream, whose rows are not known
+        return len(self._loader)  # TypeError for a stream, whose number of rows is unknown
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate_steps()
 
-    # The position is saved in another part. These methods tell Lightning that it is not lost.
+    # The position is saved in a different part. These methods show Lightning that it is not lost.
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -56,17 +56,17 @@ class LoopState:
         loader: the loader of the steps.
 
     Attributes:
-        modules: modules that callbacks hold, which are parts of the run of their own.
+        modules: modules that callbacks hold; each is a separate part of the run.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         self.modules: dict[str, Any] = {**_modules_of_callbacks(trainer)}
         self._fit_trainer = trainer
         self._loader = loader
-        self._within_epoch: dict[str, Any] | None = None  # to be set once Lightning has reset it
+        self._within_epoch: dict[str, Any] | None = None  # to restore after Lightning resets it
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for a save.
+        """Return the state, for a save.
 
         Raises:
             ValueError: a callback made a module that the run does not have.
@@ -74,11 +74,11 @@ class LoopState:
         trainer = self._fit_trainer
         if _modules_of_callbacks(trainer).keys() != self.modules.keys():
             raise ValueError(
-                "a callback made a module after on_fit_start, too late to be resumed: make it in "
-                "the callback's setup()"
+                "a callback created a module after on_fit_start, too late for a resume. Create it "
+                "in the callback's setup()"
             )
         loops = trainer.fit_loop.state_dict()
-        # A run that stops within an epoch has counted it as processed.
+        # A run that stops in the middle of an epoch has counted the epoch as processed.
         for tracker in loops["epoch_progress"].values():
             tracker["processed"] = min(tracker["processed"], self._loader.epoch)
             tracker["completed"] = min(tracker["completed"], self._loader.epoch)
@@ -89,12 +89,12 @@ class LoopState:
             "callbacks": {key: state for key, state in callbacks.items() if state},
             "datamodule": datamodule.state_dict() if datamodule is not None else {},
             "module": self._from_hooks(),
-            # The end of an epoch may need metrics that were measured before the run was stopped.
+            # The end of an epoch may need metrics that were measured before the run stopped.
             "metrics": dict(trainer.callback_metrics),
         }
 
     def _from_hooks(self) -> dict[str, Any]:
-        """The entries that the LightningModule's hook adds to a checkpoint."""
+        """Return the entries that the LightningModule's hook adds to a checkpoint."""
         module = self._fit_trainer.lightning_module
         checkpoint = {"state_dict": module.state_dict()}
         module.on_save_checkpoint(checkpoint)
@@ -117,7 +117,7 @@ class LoopState:
         module.on_load_checkpoint({**state_dict["module"], "state_dict": module.state_dict()})
 
     def begin_at(self, step: int) -> None:
-        """Count from this step on, for a run that begins with another tool's checkpoint."""
+        """Count from this step, for a run that starts from another tool's checkpoint."""
         loop = self._fit_trainer.fit_loop
         epoch_loop = loop.epoch_loop
         optimizer = epoch_loop.automatic_optimization.optim_progress.optimizer
@@ -132,14 +132,14 @@ class LoopState:
         loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = True
 
     def restore_within_epoch(self) -> None:
-        """Restore the counts that Lightning reset at the beginning of the resumed epoch."""
+        """Restore the counts that Lightning reset at the start of the resumed epoch."""
         if self._within_epoch is None:
             return
         loop = self._fit_trainer.fit_loop
         for name, progress in WITHIN_EPOCH.items():
             progress(loop.epoch_loop).load_state_dict(self._within_epoch[name])
         loop._data_fetcher.fetched += loop.epoch_loop.batch_progress.current.ready
-        loop._restarting = False  # else the epoch's end would leave out a schedule
+        loop._restarting = False  # otherwise the epoch's end would skip a scheduler
         self._within_epoch = None
 
 
@@ -148,7 +148,7 @@ class Replaced:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
-        self._step: Any = None  # the one that runs, or ran last
+        self._step: Any = None  # the current or last one
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace a method of this one object."""
@@ -156,12 +156,12 @@ class Replaced:
         self._undo.append(lambda: vars(owner).pop(name, None))
 
     def take_over(self, trainer: Any, train: Callable[..., Any], exact: bool) -> None:
-        """Make a Trainer's batch a step, whose forward and backward `train` runs.
+        """Turn a Trainer's batch into a step, whose forward and backward `train` runs.
 
         Args:
-            trainer: with its strategy set up.
+            trainer: the Trainer; its strategy is set up.
             train: called with the strategy's own `training_step` and its arguments.
-            exact: let a step clip by norm, because Lightning's norm depends on the sharding.
+            exact: let the step clip by norm, because Lightning's norm depends on the sharding.
         """
         strategy, module = trainer.strategy, trainer.lightning_module
         original, to_device = strategy.training_step, strategy.batch_to_device
@@ -210,7 +210,7 @@ class Replaced:
 
 
 def _modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
-    """Modules that callbacks hold beside the model, such as an EMA copy: part name -> module."""
+    """Map part names to the modules that callbacks hold besides the model, such as an EMA copy."""
     model = {id(module) for module in trainer.lightning_module.modules()}
     modules: dict[str, nn.Module] = {}
     for callback in trainer.callbacks:
@@ -222,36 +222,37 @@ def _modules_of_callbacks(trainer: Any) -> dict[str, nn.Module]:
 
 
 def problems_of(trainer: Any, module: Any) -> Iterator[str]:
-    """Yield the reasons why a `fit` cannot be resumed on another number of ranks."""
+    """Yield the reasons why a `fit` cannot be resumed on a different number of ranks."""
     names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     if not names & STRATEGIES or names & OTHER_STRATEGIES:
         yield (
-            f"the strategy is {type(trainer.strategy).__name__}: use ddp for replicas, or "
-            "ModelParallelStrategy with fully_shard in configure_model (FSDP2)"
+            f"the strategy {type(trainer.strategy).__name__} is not supported. Use ddp for "
+            "replicas, or ModelParallelStrategy with fully_shard in configure_model (FSDP2)"
         )
     if not module.automatic_optimization:
         yield (
-            "manual optimization (automatic_optimization=False) decides itself when gradients are "
-            "exchanged: use automatic optimization, or anyrank.Checkpoints in a loop of your own"
+            "manual optimization (automatic_optimization=False) is not supported, because it "
+            "controls gradient synchronization itself. Use automatic optimization, or "
+            "anyrank.Checkpoints in your own training loop"
         )
     if trainer.accumulate_grad_batches != 1:
         yield (
-            f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: global_batch decides "
-            "how much is accumulated, on any number of ranks: leave it out"
+            f"remove accumulate_grad_batches={trainer.accumulate_grad_batches}; global_batch "
+            "determines the accumulation, on any number of ranks"
         )
     limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all of them
     if isinstance(limit, int) or limit != 1.0 or trainer.overfit_batches:
         yield (
-            "limit_train_batches, overfit_batches and fast_dev_run leave out samples of an epoch, "
-            "each of which is seen once: leave them out, or give a Subset as the dataset"
+            "limit_train_batches, overfit_batches and fast_dev_run skip samples of an epoch, but a "
+            "run sees each sample once. Remove them, or pass a Subset as the dataset"
         )
     if trainer.reload_dataloaders_every_n_epochs:
-        yield "reload_dataloaders_every_n_epochs makes other data in mid run: leave it out"
+        yield "reload_dataloaders_every_n_epochs changes the data during the run. Remove it"
     for callback in trainer.callbacks:
         name = type(callback).__name__
         if name in REFUSED:
-            yield f"{name} changes the loop that is to be resumed: leave it out"
+            yield f"{name} changes the loop that a resume must restore. Remove it"
         if name in TUNERS:
-            yield f"{name} trains steps of its own within fit: use Lightning's Tuner before fit"
+            yield f"{name} runs its own training steps within fit(). Use Lightning's Tuner first"
     if sum(type(callback).__name__ == "Elastic" for callback in trainer.callbacks) > 1:
-        yield "there are two of it in Trainer(callbacks=[...]): leave one of them out"
+        yield "it appears twice in Trainer(callbacks=[...]). Remove one"

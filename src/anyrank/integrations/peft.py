@@ -1,6 +1,6 @@
-"""PEFT adapters in sharded and wrapped models: exported and loaded as PEFT's own folders, merged.
+"""PEFT adapters in sharded and wrapped models: save and load PEFT's own folders, and merge.
 
-Tested with peft 0.21. A run that leaves the frozen base out is `anyrank.TrainState(base=...)`.
+Tested with peft 0.21. To save a run without its frozen base, use `anyrank.TrainState(base=...)`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from anyrank.models.dialects.peft.merging import (
 )
 from anyrank.models.tensors import find_tensors
 from anyrank.versions import warn_if_untested
+from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import Ranks, open_ranks
 
@@ -41,25 +42,25 @@ warn_if_untested("peft")
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None) -> None:
-    """Write an adapter as a PEFT folder, from a model under FSDP2, DDP or none. All ranks.
+    """Write an adapter as a PEFT folder, from a model under FSDP2, DDP or no wrapper.
 
-    The folder equals the one that `save_pretrained` writes for the adapter:
-    `PeftModel.from_pretrained(base, folder)` reads it on any machine. Only the adapter's own
-    tensors are gathered, one at a time, and the first rank writes them. Existing files are replaced
-    once the new ones are whole.
+    Collective: every rank must call it. The folder equals the one that `save_pretrained` writes for
+    the adapter: `PeftModel.from_pretrained(base, folder)` reads it on any machine. Only the
+    adapter's own tensors are gathered, one at a time, and the first rank writes them. Existing
+    files are replaced once the new ones are complete.
 
     Args:
         model: a PeftModel, or a wrapper of one.
-        folder: created if it does not exist.
-        adapter: its name in the model; default: the active one.
+        folder: path of the folder; created if it does not exist.
+        adapter: name of the adapter in the model; default: the active one.
 
     Raises:
-        ValueError: not a PeftModel; no such adapter; several are active, and none is named; a
-            method whose saved values PEFT computes; an adapter that the model scales otherwise
-            than its configuration says.
+        ValueError: not a PeftModel; no such adapter; several are active, and `adapter` is None; a
+            method whose saved values PEFT computes; an adapter whose scale in the model differs
+            from its configuration.
         CheckpointError: the first rank could not write.
-        RankError: a rank failed otherwise, for example without memory for a tensor.
-        All of them on all ranks; the folder is then as it was before.
+        RankError: a rank failed with a different error, such as too little memory for a tensor.
+        All errors are raised on every rank, and leave the folder unchanged.
 
     Example::
 
@@ -88,24 +89,24 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
 def load(
     model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None
 ) -> anyrank.LoadReport:
-    """Fill an adapter from a PEFT folder, in a model under FSDP2, DDP or none. All ranks.
+    """Fill an adapter from a PEFT folder, in a model under FSDP2, DDP or no wrapper.
 
-    The base stays as it is. Each rank reads its own share.
+    Collective: every rank must call it. The base is unchanged. Each rank reads its own share.
 
     Args:
         model: a PeftModel, or a wrapper of one, with an adapter of the same configuration.
         folder: a folder of `save` or of PEFT's `save_pretrained`, in any of its formats.
-        adapter: its name in the model; it has to be the active one, as it is by default.
+        adapter: name of the adapter in the model; must be active; default: the active one.
 
     Returns:
         The report of `anyrank.load`.
 
     Raises:
-        ValueError: not a PeftModel; no such active adapter; a configuration, or a scale of the
-            model, that computes something else (r, lora_alpha, scale_layer(), ...). Raised before
+        ValueError: not a PeftModel; no such active adapter; a configuration, or a scale in the
+            model, with a different result (r, lora_alpha, scale_layer(), ...). Raised before
             anything changes.
-        LoadError: tensors that are missing, unexpected or of another shape; first values that
-            changed the base in another way (PiSSA, OLoRA, ...). Raised before anything changes.
+        LoadError: tensors that are missing, unexpected or of a different shape; initial values that
+            changed the base differently (PiSSA, OLoRA, ...). Raised before anything changes.
 
     Example::
 
@@ -123,7 +124,7 @@ def load(
     with open_ranks(call="peft.load()", may_be_alone=True) as ranks:
         chosen = _agreed(ranks, "peft.load", model, path, adapter)
         source, saved, keys = ranks.run_on_one("reading the adapter's folder", lambda: _read(path))
-        # The load of a folder compares what the first values took out of the base.
+        # The load of a folder compares what the initial values have taken out of the base.
         free = {*FREE, INIT} if source == path else FREE
         compare_arguments(
             ranks, "peft.load", {}, anyrank.LoadError, lambda: chosen.check(path, saved, keys, free)
@@ -132,23 +133,23 @@ def load(
 
 
 def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
-    """Add an adapter to the base's weights, in place and sharded as they are. All ranks.
+    """Merge an adapter into the base's weights, in place; sharded weights stay sharded.
 
-    For a model under FSDP2 each rank adds its own rows of LoRA's product; other models go through
-    PEFT's own merge. Afterwards the layers compute with the base's weights alone, until
-    `unmerge_adapter()`.
+    Collective: every rank must call it. For a model under FSDP2, each rank adds its own rows of
+    LoRA's product; for other models, PEFT merges. Afterwards the layers compute only with the
+    base's weights, until `unmerge_adapter()`.
 
     Args:
         model: a PeftModel, or a wrapper of one.
-        adapter: its name in the model; default: the active one.
+        adapter: name of the adapter in the model; default: the active one.
 
     Returns:
         The PeftModel itself, without wrappers.
 
     Raises:
-        ValueError: no PeftModel, no such adapter; merged already, or disabled; a weight that is
-            tied; a layer that PEFT cannot merge; a sharded adapter that is not plain LoRA on linear
-            layers and embeddings; a sum that is not finite. Nothing has changed then.
+        ValueError: not a PeftModel; no such adapter; an adapter that is already merged, or
+            disabled; a tied weight; a layer that PEFT cannot merge; a sharded adapter that is not
+            plain LoRA on linear layers and embeddings; a sum that is not finite. Nothing changes.
 
     Example::
 
@@ -168,28 +169,32 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
     ]
     if not layers:
         raise ValueError(
-            f"{adapter!r} adds to no weight of the model, so there is nothing to merge"
+            f"adapter {adapter!r} changes no weight of the model, so there is nothing to merge"
         )
     if any(layer.merged for layer in layers):
-        raise ValueError(f"an adapter is merged already: call unmerge_adapter() before {adapter!r}")
+        raise ValueError(
+            f"an adapter is already merged. Call unmerge_adapter() before you merge {adapter!r}"
+        )
     for layer in layers:
         if problem := disabled(layer):
             raise ValueError(f"{_name_of(inner, layer)}: {problem}")
     _check_ties(inner, layers)
     if not any(hasattr(parameter, "placements") for parameter in inner.parameters()):
-        for layer in layers:  # twice: nothing may change before all layers are known to merge
+        for layer in layers:  # two passes: nothing may change before all layers are known to merge
             _try_merge(inner, layer, adapter)
         inner.merge_adapter(adapter_names=[adapter], safe_merge=True)
         return inner
     for layer in layers:
         if what := other_than_lora(layer, adapter):
             raise ValueError(
-                f"{_name_of(inner, layer)}: has {what}, and only plain LoRA is merged while "
-                "sharded: save() the adapter, and merge it into a whole model"
+                f"{_name_of(inner, layer)}: has {what}, but only plain LoRA can be merged while "
+                "sharded. Call save() for the adapter, and merge it into an unsharded model"
             )
     with torch.no_grad():
         finite = True
-        for layer in layers:  # twice: nothing may change before all sums are known to be finite
+        for (
+            layer
+        ) in layers:  # two passes: nothing may change before all sums are known to be finite
             finite &= bool(_sum(layer, adapter).isfinite().all())
         with open_ranks(call="peft.merge()", may_be_alone=True) as ranks:
             finite = not ranks.any("adding the adapter", not finite)
@@ -202,11 +207,10 @@ def merge(model: nn.Module, *, adapter: str | None = None) -> nn.Module:
 
 
 def _check_ties(model: PeftModel, layers: Sequence[Any]) -> None:
-    """Refuse an adapter that would change a tied weight under a name that it does not adapt, or
-    once for each name.
+    """Check that an adapter does not change a tied weight for only one name, or once per name.
 
     Raises:
-        ValueError: names the weight.
+        ValueError: it does; the error names the weight.
     """
     adding = [layer for layer in layers if hasattr(layer.get_base_layer(), "weight")]
     by_weight: dict[int, list[Any]] = {}
@@ -220,17 +224,17 @@ def _check_ties(model: PeftModel, layers: Sequence[Any]) -> None:
             raise ValueError(problem)
         if len(layers_here) > 1:
             raise ValueError(
-                f"{tensor.name}: is tied, and {len(layers_here)} layers would add the adapter to "
-                "it, one after the other: merge by anyrank.sync(merge=True) into another model, "
-                "which adds it once"
+                f"{tensor.name}: is tied, so {len(layers_here)} layers would each add the adapter "
+                "to it. Merge into a different model with anyrank.sync(merge=True), which adds it "
+                "once"
             )
 
 
 def _try_merge(model: PeftModel, layer: Any, adapter: str) -> None:
-    """Merge an adapter into one layer by PEFT, and put back what was there.
+    """Merge an adapter into one layer with PEFT, and restore the layer.
 
     Raises:
-        ValueError: PEFT cannot merge it; names the layer.
+        ValueError: PEFT cannot merge it; the error names the layer.
     """
     modules = {module: {**module.__dict__} for module in layer.modules()}
     for was in modules.values():
@@ -238,7 +242,7 @@ def _try_merge(model: PeftModel, layer: Any, adapter: str) -> None:
     values = {tensor: tensor.data for tensor in (*layer.parameters(), *layer.buffers())}
     try:
         with onload_layer(layer), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the merge that counts gives them again
+            warnings.simplefilter("ignore")  # the real merge repeats them
             layer.merge(adapter_names=[adapter], safe_merge=True)
     except Exception as error:  # PEFT's own code, of any method
         raise ValueError(
@@ -253,12 +257,12 @@ def _try_merge(model: PeftModel, layer: Any, adapter: str) -> None:
 
 
 def _name_of(model: PeftModel, layer: nn.Module) -> str:
-    """Where a model has a layer."""
+    """Return the name of a layer in a model."""
     return next(name for name, module in model.named_modules() if module is layer)
 
 
 def _sum(layer: Any, adapter: str) -> torch.Tensor:
-    """This rank's part of a layer's merged weight."""
+    """Return this rank's part of a layer's merged weight."""
     weight = layer.get_base_layer().weight
     delta = layer.get_delta_weight(adapter)
     if hasattr(weight, "placements"):
@@ -267,18 +271,18 @@ def _sum(layer: Any, adapter: str) -> torch.Tensor:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part, to be written to in place."""
+    """Return this rank's part of a tensor, for writing in place."""
     plain = tensor.detach()
     return plain.to_local() if hasattr(plain, "placements") else plain
 
 
 def _adapters_in(layer: Any) -> set[str]:
-    """The adapters of a layer."""
+    """Return the names of a layer's adapters."""
     return {name for kind in layer.adapter_layer_names for name in getattr(layer, kind, ())}
 
 
 def _peft_model(model: nn.Module) -> PeftModel:
-    """The PeftModel in the wrappers of DDP and torch.compile.
+    """Return the PeftModel inside the wrappers of DDP and torch.compile.
 
     Raises:
         ValueError: there is none.
@@ -286,20 +290,25 @@ def _peft_model(model: nn.Module) -> PeftModel:
     for part in model.modules():
         if isinstance(part, PeftModel):
             return part
-    raise ValueError(f"{type(model).__name__} holds no PeftModel: give what get_peft_model returns")
+    raise ValueError(
+        f"{type(model).__name__} does not contain a PeftModel. Pass the model that "
+        "get_peft_model() returns"
+    )
 
 
 def _named(model: PeftModel, adapter: str | None) -> str:
-    """The name of the adapter to use.
+    """Return the name of the adapter to use.
 
     Raises:
-        ValueError: no such adapter; several are active, and none is named.
+        ValueError: no such adapter; several are active, and `adapter` is None.
     """
     names: list[str] = model.active_adapters if adapter is None else [adapter]
     if len(names) != 1:
-        raise ValueError(f"adapters {names} are active: name one with adapter=")
+        raise ValueError(f"adapters {names} are active. Select one with adapter=")
     if names[0] not in model.peft_config:
-        raise ValueError(f"no adapter {names[0]!r}: the model has {sorted(model.peft_config)}")
+        raise ValueError(
+            f"adapter={names[0]!r}: no such adapter; the model has {sorted(model.peft_config)}"
+        )
     return names[0]
 
 
@@ -313,11 +322,11 @@ class _Adapter:
 
     @property
     def config(self) -> PeftConfig:
-        """The configuration that it was created with."""
+        """The configuration with which it was created."""
         return self.model.peft_config[self.name]
 
     def room(self) -> dict[str, torch.Tensor]:
-        """Memory of this process for the whole tensors."""
+        """Allocate host memory for the whole tensors."""
         return {
             key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             for key, tensor in self.tensors.items()
@@ -326,39 +335,39 @@ class _Adapter:
     def check(
         self, path: str, saved: dict[str, Any], keys: set[str], free: Collection[str]
     ) -> None:
-        """Compare it with a folder; settings that are `free` may differ.
+        """Compare it with a folder; settings in `free` may differ.
 
         Raises:
-            ValueError: it is not active, or its configuration computes otherwise.
+            ValueError: it is not active, or its configuration gives a different result.
             LoadError: the folder lacks tensors.
         """
         if self.name not in self.model.active_adapters:
             raise ValueError(
-                f"{self.name!r} is not active: call model.set_adapter({self.name!r}) first"
+                f"adapter {self.name!r} is not active. Call model.set_adapter({self.name!r}) first"
             )
         if others := other_settings(self.config, saved, free):
             raise ValueError(
-                f"{path}: the model's adapter computes otherwise: {'; '.join(others)}: make the "
-                "adapter with PeftConfig.from_pretrained(folder)"
+                f"{path}: the adapter configuration of the model differs from the folder's "
+                f"({'; '.join(others)}). Create the adapter with PeftConfig.from_pretrained(folder)"
             )
         missing, others = sorted(self.tensors.keys() - keys), sorted(keys - self.tensors.keys())
         if missing:
-            has = f", and has {len(others)} others, the first {others[0]}" if others else ""
+            extra = count(len(others), "unexpected one")
+            has = f", and has {extra} (such as {others[0]})" if others else ""
             raise anyrank.LoadError(
-                f"{path}: lacks {len(missing)} tensors of the adapter, the first "
-                f"{missing[0]}{has}: where they begin differently, make the adapter around the "
-                "same module as the folder's, or write its keys as the model's; where they end "
-                "differently, give the adapter the target_modules and modules_to_save of the "
-                "folder's configuration"
+                f"{path}: lacks {count(len(missing), 'tensor')} of the adapter (such as "
+                f"{missing[0]}){has}. If the prefixes differ, wrap the same module as when the "
+                "folder was saved, or rename the keys in the file. If the suffixes differ, use the "
+                "target_modules and modules_to_save of the folder's configuration"
             )
 
 
 def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str | None) -> _Adapter:
-    """The adapter on which all ranks agree. All ranks.
+    """Return the adapter on which all ranks agree. Collective.
 
     Raises:
-        ValueError: as for `save`, on all ranks.
-        LoadError: ranks give different folders or adapters.
+        ValueError: as for `save`, on every rank.
+        LoadError: ranks pass different folders or adapters.
     """
     chosen: list[_Adapter] = []
 
@@ -368,8 +377,9 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
         own_tensors = (tensor for tensor in find_tensors(inner) if name in tensor.name.split("."))
         if scales := other_scales(own_tensors):
             raise ValueError(
-                f"{scales[0]} ({len(scales)} tensors), which alone a folder holds: call "
-                f"set_scale({name!r}, 1) of its layers, or make it with the scale that is meant"
+                f"{scales[0]} ({count(len(scales), 'tensor')}), but a PEFT folder stores only the "
+                f"configured scale. Call set_scale({name!r}, 1) of its layers, or create the "
+                "adapter with the scale to save"
             )
         tensors = inner.state_dict()
         keys = _keys_in_folder(inner, tensors, name)
@@ -380,9 +390,9 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
 
 
 def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> dict[str, str]:
-    """Key in a PEFT folder -> name in the model, for each tensor that PEFT saves of an adapter.
+    """Map keys in a PEFT folder to names in the model, for the tensors that PEFT saves.
 
-    PEFT chooses among tensors without values, so that it gathers none.
+    PEFT selects them among tensors without values, so that it gathers none.
 
     Raises:
         ValueError: PEFT saves a value that it computes from them.
@@ -406,26 +416,26 @@ def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> 
 
 
 def _computed_error(config: PeftConfig, adapter: str, key: str) -> ValueError:
-    """The error for an adapter of which PEFT saves a computed value."""
+    """Return the error for an adapter for which PEFT saves a computed value."""
     return ValueError(
-        f"{adapter!r} is of {config.peft_type}, of which PEFT saves {key}, which is not a tensor "
-        "of the model: save it with PEFT (save_pretrained), from a model that is whole; "
-        "anyrank.load reads the file into a model that has such an adapter"
+        f"adapter {adapter!r} is of type {config.peft_type}. For it PEFT saves {key}, which is not "
+        "a tensor of the model. Save it with PEFT (save_pretrained), from an unsharded model; "
+        "anyrank.load reads the file into a model with such an adapter"
     )
 
 
 def _read(folder: str) -> tuple[str, dict[str, Any], set[str]]:
-    """The source to load from a PEFT folder, its configuration, and the keys of its tensors.
+    """Return the source to load from a PEFT folder, its configuration, and the keys of its tensors.
 
     Raises:
-        LoadError: there is none, or it cannot be read.
+        LoadError: the folder contains no adapter, or it cannot be read.
     """
     try:
         config = PeftConfig.from_pretrained(folder).to_dict()
         try:
             source, listing = folder, anyrank.inspect(folder)
         except anyrank.LoadError:
-            # Other weights beside the adapter's own file, such as a whole model, leave no doubt
+            # Weights next to the adapter's own file, such as a whole model, are not ambiguous
             # here.
             paths = [os.path.join(folder, name) for name in (WEIGHTS, PICKLE)]
             source = next((path for path in paths if os.path.exists(path)), folder)
@@ -433,19 +443,19 @@ def _read(folder: str) -> tuple[str, dict[str, Any], set[str]]:
         return source, config, {tensor.name for tensor in listing.tensors}
     except (OSError, ValueError, anyrank.LoadError) as error:
         raise anyrank.LoadError(
-            f"{folder}: no adapter can be read from it, which takes adapter_config.json and "
-            f"{WEIGHTS} or {PICKLE}: {error}"
+            f"{folder}: cannot read an adapter, for which adapter_config.json and {WEIGHTS} or "
+            f"{PICKLE} are needed: {error}"
         ) from error
 
 
 def _write(folder: str, weights: dict[str, torch.Tensor], config: PeftConfig) -> None:
-    """Write the files of an adapter; each is replaced once it is whole, the configuration last.
+    """Write the files of an adapter; each is replaced once it is complete, the configuration last.
 
     Raises:
         CheckpointError: they cannot be written.
     """
     path = os.path.join(folder, WEIGHTS)
-    was, config.inference_mode = config.inference_mode, True  # PEFT writes it like this
+    was, config.inference_mode = config.inference_mode, True  # as PEFT writes it
     try:
         os.makedirs(folder, exist_ok=True)
         save_file(weights, f"{path}.part", metadata={"format": "pt"})

@@ -1,7 +1,7 @@
-"""A CheckpointManager in torchtitan's shape, over a run that is resumed on any number of ranks.
+"""A CheckpointManager with torchtitan's interface, over a run that resumes on any number of ranks.
 
-Tested with torchtitan 0.3, but imports nothing from it: it takes torchtitan's own objects, or any
-of the same shape.
+Tested with torchtitan 0.3, but imports nothing from it: it accepts torchtitan's own objects, or any
+with the same interface.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ warn_if_untested("torchtitan")
 
 
 class CheckpointManager:
-    """Saves and loads for a torchtitan trainer, with torchtitan's arguments. All ranks.
+    """The manager that saves and loads for a torchtitan trainer, with torchtitan's arguments.
 
-    Files are those of `anyrank.Checkpoints`, in `base_folder/config.folder`. These settings of the
-    configuration count: enable, folder, interval, keep_latest_k (0 keeps all), async_mode,
-    load_only, exclude_from_loading, enable_first_step_checkpoint, initial_load_path. The last save
-    is whole, whatever last_save_model_only says.
+    Collective: every rank must create one and call its methods. Files are those of
+    `anyrank.Checkpoints`, in `base_folder/config.folder`. These settings of the configuration are
+    used: enable, folder, interval, keep_latest_k (0 keeps all), async_mode, load_only,
+    exclude_from_loading, enable_first_step_checkpoint, initial_load_path. The last save is always
+    complete; last_save_model_only is ignored.
 
-    torchtitan's own data loader has a state for each rank, which is resumed on the same number of
-    ranks, or left out with exclude_from_loading=["dataloader"]. With an `ElasticLoader` in its
-    place every sample is seen once on any number of ranks.
+    torchtitan's own data loader has one state per rank, which can be resumed only on the same
+    number of ranks, or skipped with exclude_from_loading=["dataloader"]. With an `ElasticLoader` in
+    its place, every sample is seen once on any number of ranks.
 
     Attributes:
         enable: whether anything is saved or loaded.
         states: the parts, by torchtitan's names.
-        report: the `ResumeReport` of the last load; None if there was nothing.
+        report: the `ResumeReport` of the last load; None if there was nothing to load.
 
     Args:
         config: torchtitan's `CheckpointManager.Config`.
@@ -48,8 +49,8 @@ class CheckpointManager:
         seed: seed of the run.
 
     Raises:
-        ValueError: several model parts (pipeline stages); Hugging Face files, which anyrank does
-            not rename to torchtitan's names.
+        ValueError: several model parts (pipeline stages); Hugging Face files, whose keys anyrank
+            does not map to torchtitan's names.
 
     Example::
 
@@ -86,19 +87,21 @@ class CheckpointManager:
         self.enable = bool(config.enable)
         self.states = dict(states)
         self.report: anyrank.ResumeReport | None = None
-        self.save_future = None  # a save in the background is known to Checkpoints alone
+        self.save_future = None  # only Checkpoints knows a background save
         if not self.enable:
             return
         if len(model_parts) != 1:
             raise ValueError(
-                f"{len(model_parts)} model parts: pipeline stages differ between ranks, and a run "
-                "holds one model: use torchtitan's own CheckpointManager"
+                f"pipeline parallelism ({len(model_parts)} model parts) is not supported: stages "
+                "differ between ranks, but a run has one model. Use torchtitan's own "
+                "CheckpointManager"
             )
         for name in ("initial_load_in_hf", "last_save_in_hf"):
             if getattr(config, name, False):
                 raise ValueError(
-                    f"checkpoint.{name}: the names in Hugging Face files are not torchtitan's: "
-                    "convert them with torchtitan's scripts, or use its own CheckpointManager"
+                    f"checkpoint.{name} is not supported, because Hugging Face files do not use "
+                    "torchtitan's names. Convert them with torchtitan's scripts, or use its own "
+                    "CheckpointManager"
                 )
         self._config = config
         self._model = model_parts[0]
@@ -120,9 +123,9 @@ class CheckpointManager:
         )
 
     def load(self, step: int = -1) -> bool:
-        """Restore a step, or the newest for -1; return whether there was one.
+        """Restore a step, or the newest for -1; return True if there was one.
 
-        In an empty folder the weights of `initial_load_path` are loaded, if it is given.
+        In an empty folder, load the weights of `initial_load_path` if it is set.
 
         Raises:
             CheckpointError: as for `Checkpoints.resume`.
@@ -139,14 +142,14 @@ class CheckpointManager:
             return False
         if not getattr(self._config, "initial_load_model_only", True):
             raise ValueError(
-                "initial_load_model_only=False: what a checkpoint of torchtitan holds beside the "
-                "weights belongs to its own CheckpointManager: load the weights alone"
+                "initial_load_model_only=False: only the weights of a torchtitan checkpoint can be "
+                "loaded. Set initial_load_model_only=True"
             )
         anyrank.load(self._model, source)
         return True
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save a step that is due, or the last; return whether it was saved.
+        """Save a step if it is due or the last; return True if it was saved.
 
         Raises:
             CheckpointError: as for `Checkpoints.save`.
@@ -164,15 +167,15 @@ class CheckpointManager:
         """Do nothing: `save` returns once its copy is done."""
 
     def maybe_wait_for_saving(self) -> None:
-        """Return when no save is in flight.
+        """Wait for the background save, if any.
 
         Raises:
-            CheckpointError: the save that was in flight failed.
+            CheckpointError: the background save failed.
         """
         if self.enable:
             self._checkpoints.wait()
 
     def close(self) -> None:
-        """Finish the save in flight, and release the folder."""
+        """Wait for the background save, and release the folder."""
         if self.enable:
             self._checkpoints.close()

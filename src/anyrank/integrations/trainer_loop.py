@@ -27,7 +27,7 @@ from anyrank.integrations.trainer_checks import (
 
 log = logging.getLogger("anyrank.integrations")
 
-# The part of the Trainer's state that it counts and logs; the rest follows from its arguments.
+# The part of its state that the Trainer counts and logs; the rest follows from its arguments.
 COUNTS = (
     "epoch",
     "global_step",
@@ -43,9 +43,9 @@ class ElasticRun(FrameworkRun):
 
     Attributes:
         folder: path or URL of the run.
-        loader: the `ElasticLoader` of the last `train()`; None before.
-        checkpoints: its `Checkpoints`; None before.
-        report: the `ResumeReport` of the last `train()`; None if it started anew.
+        loader: the `ElasticLoader` of the last `train()`; None before the first one.
+        checkpoints: its `Checkpoints`; None before the first `train()`.
+        report: the `ResumeReport` of the last `train()`; None if it started a new run.
     """
 
 
@@ -70,13 +70,13 @@ class Training:
     Attributes:
         global_batch: samples of a step.
         parts: the user's own parts of the run.
-        best: the steps that retention has to leave, because one of them is the best so far.
-        numbers: the data with which the Trainer counts steps, once it has asked for it.
-        which: the step or path that `train` resumes; None or False starts anew.
+        best: the steps that retention must keep, because one of them is the best so far.
+        numbers: the data with which the Trainer counts steps, once the Trainer has requested it.
+        which: the step or path that `train` resumes; None or False starts a new run.
         prepared: the result of the Trainer's own preparation.
         steps: the loader's steps in the current epoch.
-        step: the step that runs, or ran last.
-        microbatch: the microbatch that runs.
+        step: the current or last step.
+        microbatch: the current microbatch.
     """
 
     global_batch: int
@@ -91,9 +91,9 @@ class Training:
 
 
 class TrainerCounts:
-    """The Trainer's counts, logs and callbacks' states as a part of the run.
+    """The Trainer's counts, its logs and the states of callbacks, as a part of the run.
 
-    Like the Trainer's own checkpoints they hold the first rank's: times in the logs differ.
+    As in the Trainer's own checkpoints, those of the first rank are saved: times in logs differ.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -105,7 +105,7 @@ class TrainerCounts:
         return {"json": json.dumps({"state": state, "callbacks": callbacks}, default=float)}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """Set them in place, because others may hold the callbacks."""
+        """Set them in place, because other objects may hold the callbacks."""
         loaded = json.loads(state_dict["json"])
         vars(self._trainer.state).update({name: loaded["state"][name] for name in COUNTS})
         for name, some in self._named().items():
@@ -113,7 +113,7 @@ class TrainerCounts:
                 vars(callback).update(saved.get("attributes", {}))
 
     def _named(self) -> dict[str, list[Any]]:
-        """The callbacks that have a state, by the names of their classes."""
+        """Map names of classes to the callbacks of that class that have a state."""
         named = dict[str, list[Any]]()
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
@@ -135,15 +135,20 @@ class ElasticTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train to the end, from the newest step, from a path, or anew. All ranks.
+        """Train to the end, from the newest step, from a path, or as a new run.
+
+        Collective: every rank must call it.
 
         Raises:
-            ValueError: `trial`; a new run where there is one; gradient_checkpointing besides
-                enable_recompute().
-            CheckpointError: the run does not fit; as for `Checkpoints.resume` and `save`.
+            ValueError: `trial`; a new run in a folder that contains one; gradient_checkpointing
+                together with enable_recompute().
+            CheckpointError: as for `Checkpoints.resume` and `save`.
         """
         if trial is not None:
-            raise ValueError("hyperparameter search makes many runs of one trainer: make one each")
+            raise ValueError(
+                "hyperparameter search makes many runs with one trainer, which elastic() does not "
+                "support. Make one trainer per run"
+            )
         check_recompute(self.model, self.args)
         self._elastic.numbers, self._elastic.which = None, resume_from_checkpoint
         with self.elastic:  # at its end the last step is saved, and the folder is released
@@ -157,7 +162,7 @@ class ElasticTrainer(Trainer):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        # The state is known once the run is resumed, which needs what the Trainer prepares next.
+        # The state is known after the resume, which needs what the Trainer prepares next.
         self._elastic.prepared = self._elastic_prepare(max_steps)
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial
@@ -166,23 +171,26 @@ class ElasticTrainer(Trainer):
         loader, state = self.elastic.loader, self.elastic.state
         assert loader is not None
         assert state is not None
-        self.state.global_step = state.step  # also for a run that another tool began
+        self.state.global_step = state.step  # also for a run that another tool started
         self._elastic_find_best()
         return loader.epoch, loader.consumed // self._elastic.global_batch
 
     def _elastic_resume(self) -> None:
-        """Resume the run, or begin it. All ranks."""
+        """Resume the run, or start it. Collective."""
         run, which = self.elastic, self._elastic.which
         run.report = None
         if which is None or which is False:
-            run.begin("give resume_from_checkpoint=True, as train() alone starts a new one")
+            run.begin(
+                "To resume it, pass resume_from_checkpoint=True, because train() without it starts "
+                "a new run"
+            )
             return
         run.resume("auto" if which is True else which)
         if run.report is None:
             check_other_checkpoints(str(self.args.output_dir), run.folder)
 
     def _elastic_prepare(self, max_steps: int) -> Any:
-        """Run the Trainer's own preparation; a model that is sharded already stays as it is."""
+        """Run the Trainer's own preparation; a model that is already sharded is unchanged."""
         loaded = self.is_distributed_loading_by_transformers
         model: Any = self.model_wrapped
         is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
@@ -210,18 +218,18 @@ class ElasticTrainer(Trainer):
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save the run, where the Trainer would write checkpoint-N. All ranks."""
+        """Save the run in place of the Trainer's checkpoint-N. Collective."""
         self.elastic.save()
         self._elastic_keep_best()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        # After the log, so that a save contains it; at an epoch's end after the evaluation that
-        # follows and may step the schedule.
+        # After the log, so that a save contains it; at an epoch's end, after the evaluation that
+        # follows and may step the scheduler.
         step = self._elastic.step
         self.elastic.count(hold=step is not None and step.ends_epoch)
 
-    # -- the best step stays, and is loaded at the end --------------------------------------------
+    # -- the best step is kept, and loaded at the end ---------------------------------------------
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         is_best = super()._determine_best_metric(*args, **kwargs)
@@ -230,7 +238,7 @@ class ElasticTrainer(Trainer):
         return is_best
 
     def _elastic_keep_best(self) -> None:
-        """After a save: keep its step if it is the best so far, in place of the former best."""
+        """Keep the saved step, instead of the previous best, if it is the best so far."""
         ckpts, state = self.elastic.checkpoints, self.state
         assert ckpts is not None
         if self.args.load_best_model_at_end and state.best_global_step == state.global_step:
@@ -238,7 +246,7 @@ class ElasticTrainer(Trainer):
             self._elastic_set_best(ckpts.latest())
 
     def _elastic_find_best(self) -> None:
-        """After a resume: keep the best step so far, if it exists."""
+        """Keep the best step so far, if it still exists, after a resume."""
         ckpts, best = self.elastic.checkpoints, self.state.best_global_step
         assert ckpts is not None
         if not self.args.load_best_model_at_end or best is None:
@@ -247,8 +255,8 @@ class ElasticTrainer(Trainer):
         self._elastic_set_best(path)
         if path is None:
             log.warning(
-                "%s: step %d, the best so far, is not there any more: load_best_model_at_end "
-                "loads a later one if that is better, else none",
+                "%s: the best step so far, %d, no longer exists. load_best_model_at_end loads a "
+                "later step if one is better, else none",
                 self.elastic.folder,
                 best,
             )
@@ -260,10 +268,10 @@ class ElasticTrainer(Trainer):
         kept.update([] if best is None else [best])
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best step, after the last one is saved. All ranks."""
+        """Load the weights of the best step, after the last step is saved. Collective."""
         ckpts, path = self.elastic.checkpoints, self.state.best_model_checkpoint
         assert ckpts is not None
-        assert path is not None  # else the Trainer does not call
+        assert path is not None  # otherwise the Trainer does not call it
         self.elastic.save()
         ckpts.wait()
         model: Any = self.model_wrapped
@@ -273,7 +281,7 @@ class ElasticTrainer(Trainer):
     # -- the data ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The numbers of an epoch's steps while the trainer trains; else the Trainer's own data."""
+        """Return the numbers of an epoch's steps during training; else the Trainer's own data."""
         plain = super().get_train_dataloader()
         if not self.is_in_train:
             return plain
@@ -282,12 +290,12 @@ class ElasticTrainer(Trainer):
             numbers: Any = Endless()
             with suppress(TypeError):  # of a stream
                 numbers = range(len(loader))
-            # With its own generator it draws nothing from the ambient stream.
+            # With its own generator it draws nothing from torch's default generator.
             self._elastic.numbers = DataLoader(numbers, generator=torch.Generator())
         return self._elastic.numbers
 
     def num_examples(self, dataloader: Any) -> int:
-        """The number of samples in an epoch."""
+        """Return the number of samples in an epoch."""
         if dataloader is self._elastic.numbers:
             if not hasattr(self.train_dataset, "__len__"):
                 return self._elastic.global_batch * self.args.max_steps
@@ -295,7 +303,7 @@ class ElasticTrainer(Trainer):
         return super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The number of samples in a step."""
+        """Return the number of samples in a step."""
         return self._elastic.global_batch
 
     def _run_epoch(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -310,11 +318,11 @@ class ElasticTrainer(Trainer):
         try:
             super()._run_epoch(**kwargs)
             if run.loader.epoch > epoch:
-                next(steps, None)  # compares the samples read with the samples planned
+                next(steps, None)  # compares the samples read with the planned ones
             elif not self.control.should_training_stop:
                 raise ValueError(
-                    f"epoch {epoch} was left before its end (should_epoch_stop), and the rest of "
-                    "its samples would be lost: stop the training instead"
+                    f"epoch {epoch} was left before its end (should_epoch_stop), so the rest of "
+                    "its samples would be lost. Set should_training_stop instead"
                 )
         finally:
             steps.close()
@@ -322,26 +330,26 @@ class ElasticTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
-        """The next step, as the only batch; none after the end of a stream's epoch."""
-        assert self._elastic.steps is not None  # _run_epoch has begun them
+        """Return the next step, as the only batch; none after the end of a stream's epoch."""
+        assert self._elastic.steps is not None  # _run_epoch has started them
         return [*islice(self._elastic.steps, 1)], None
 
     # -- a step -----------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Forward and backward of this rank's microbatches. Returns the step's mean loss."""
+        """Run forward and backward of this rank's microbatches; return the step's mean loss."""
         training, step = self._elastic, inputs
         training.step = step
         for batch in step.microbatches(model):
-            # Counted on the host: a count on the device would make the host wait for it.
+            # Counted on the host, because the host would wait for a count on the device.
             with self._elastic_rank_alone():
                 tokens: Any = self._get_num_items_in_batch([batch], torch.device("cpu"))
             training.microbatch = Microbatch(step, None if tokens is None else int(tokens))
-            if tokens is not None:  # without any token its loss is 0, not 0 / 0
+            if tokens is not None:  # without tokens the loss is 0, not 0 / 0
                 tokens = tokens.clamp(min=1).to(self.args.device)
             super()._track_num_input_tokens(batch)
             try:
-                # A step weights over all ranks: compute_loss must not do so by itself.
+                # The step weights over all ranks, so compute_loss must not.
                 with self._elastic_rank_alone():
                     super().training_step(model, batch, tokens)
             finally:
@@ -350,7 +358,7 @@ class ElasticTrainer(Trainer):
         return self.elastic.mean_loss(step).float().to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """With exact=True clip by the step's own norm: accelerate's depends on the sharding."""
+        """Clip by the step's own norm if exact=True, because accelerate's depends on sharding."""
         if not self.elastic.is_exact:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
@@ -368,7 +376,7 @@ class ElasticTrainer(Trainer):
 
     @contextmanager
     def _elastic_rank_alone(self) -> Generator[None]:
-        """Let the Trainer count tokens on this rank alone."""
+        """Let the Trainer count only the tokens of this rank."""
         across = self.args.average_tokens_across_devices
         try:
             self.args.average_tokens_across_devices = False
@@ -377,7 +385,7 @@ class ElasticTrainer(Trainer):
             self.args.average_tokens_across_devices = across
 
     def floating_point_ops(self, inputs: Any) -> Any:
-        """Return nothing useful: the Trainer asks for a step's count, but a step has no tensors."""
+        """Return 0 for the Trainer, because a step has no tensors to count."""
         return 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

@@ -32,18 +32,18 @@ def elastic(
     base: str | os.PathLike[str] | Sequence[str] | None = None,
     **options: Any,
 ) -> T:
-    """Make a Trainer's run independent of the number of ranks, and saved in its own folder.
+    """Make a Trainer's run independent of the number of ranks, and save it in its own folder.
 
-    Call it on every rank, before `train()`. The returned trainer is of a subclass with the same
-    name, so that any subclass of Trainer keeps its own methods. It takes over the given trainer:
-    both share their attributes, and `train()` of either is that of the run.
+    Collective: every rank must call it, before `train()`. The returned trainer is of a subclass
+    with the same name, so that any subclass of Trainer keeps its own methods. It takes over
+    `trainer`: both objects share their attributes, and calling `train()` on either trains the run.
 
-    Where the Trainer would write `checkpoint-N` the run is saved in `folder`; the page on
-    transformers in the documentation says what is saved, and how losses are weighted.
+    In place of the Trainer's `checkpoint-N`, the run is saved in `folder`. The page on transformers
+    in the documentation says what is saved, and how losses are weighted.
 
-    `train(resume_from_checkpoint=True)` continues the newest step, and starts anew in an empty
-    folder. The path of a saved step continues that step, and the path of a checkpoint that the
-    Trainer or another tool saved begins the run with it. `train()` only starts new runs.
+    `train(resume_from_checkpoint=True)` continues the newest step, and starts a new run in an empty
+    folder. The path of a saved step continues that step. The path of a checkpoint that the Trainer
+    or another tool saved starts the run from it. `train()` starts only new runs.
 
     Args:
         trainer: made as usual, with gradient_accumulation_steps=1.
@@ -53,9 +53,9 @@ def elastic(
             `TrainState`.
         options: options of the run, such as `every="10min"`, which
             `anyrank.integrations.run.RunOptions` lists (microbatch and seed come from
-            TrainingArguments); all others are further parts of the run, as in `TrainState`:
-            `ema=averaged_model`. `every` saves in addition to save_strategy and save_steps; `keep`
-            is no more than save_total_limit.
+            TrainingArguments). All other names are additional parts of the run, as in
+            `TrainState`: `ema=averaged_model`. `every` saves in addition to save_strategy and
+            save_steps; `keep` must not exceed save_total_limit.
 
     Returns:
         The elastic trainer. Its attribute `elastic`, an `ElasticRun`, has the run's loader,
@@ -63,8 +63,8 @@ def elastic(
 
     Raises:
         TypeError: not a Trainer; training data without a length; sizes that are not ints.
-        ValueError: an option of the Trainer that cannot hold on any number of ranks, or would act a
-            second time; the message names it and the way out.
+        ValueError: a Trainer option whose effect depends on the number of ranks, or that anyrank
+            already provides; the message names it and the way out.
 
     Example::
 
@@ -99,7 +99,7 @@ def elastic(
     if args.load_best_model_at_end:
         options["keep_every"] = stays
     elastic_trainer: Any = object.__new__(_elastic_class(type(trainer)))
-    elastic_trainer.__dict__ = vars(trainer)  # shared with whatever holds the given trainer
+    elastic_trainer.__dict__ = vars(trainer)  # shared with everything that holds `trainer`
     elastic_trainer.elastic = ElasticRun(
         folder,
         elastic_trainer._elastic_state,
@@ -112,12 +112,12 @@ def elastic(
     elastic_trainer._elastic = training
     elastic_trainer.train = (
         elastic_trainer.train
-    )  # bound to the elastic trainer, for the given one as well
+    )  # bound to the elastic trainer, for calls on `trainer` too
     return elastic_trainer
 
 
 @cache
 def _elastic_class(plain: type[Trainer]) -> type[Trainer]:
-    """The subclass, of the same name, for a class of trainers."""
+    """Return the elastic subclass, of the same name, of a class of trainers."""
     body = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(plain.__name__, (ElasticTrainer, plain), body)

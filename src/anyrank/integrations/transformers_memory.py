@@ -1,4 +1,4 @@
-"""Recomputed layers, tiled MLPs and tiled losses of transformers models, under any wrapper."""
+"""Recompute layers, and tile MLPs and losses, of transformers models under any wrapper."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import anyrank
+from anyrank.wording import count
 
 log = logging.getLogger("anyrank.integrations")
 
-BY_HAND = "call anyrank.tiled_loss(head, hidden, labels) in a forward of your own"
+BY_HAND = "call anyrank.tiled_loss(head, hidden, labels) in your own forward"
 MLPS = ("mlp", "feed_forward", "ffn", "shared_expert", "shared_experts", "shared_mlp")
 
 
 class MemoryHandle:
-    """Undoes a change by a function of this module.
+    """The handle that undoes a change by a function of this module.
 
     Attributes:
-        names: the modules that were changed.
+        names: the changed modules.
     """
 
     def __init__(self, names: Sequence[str], undo: Sequence[Callable[[], object]]) -> None:
@@ -41,12 +42,12 @@ class MemoryHandle:
 
 
 def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -> MemoryHandle:
-    """Recompute the layers of a transformers model in backward, as `anyrank.recompute` does.
+    """Recompute the layers of a transformers model in backward, like `anyrank.recompute`.
 
-    It replaces the model's own activation checkpointing: the model itself says which modules are
-    its layers. With gradients these get no cache, as `anyrank.recompute_` says; without gradients
-    they do. Ranks call it on their own, before or after wrapping. Leave `gradient_checkpointing` of
-    TrainingArguments off, because it would recompute a second time.
+    It replaces the model's own activation checkpointing; the model determines which modules are its
+    layers. With gradients, the layers get no cache (see `anyrank.recompute_`); without gradients
+    they do. Call it before or after wrapping; no coordination between ranks is needed. Leave
+    `gradient_checkpointing` of TrainingArguments off, because it would recompute again.
 
     Args:
         model: a model, wrapped or not; a PEFT model too.
@@ -56,8 +57,8 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
         A handle whose `remove()` restores the model, and whose `names` lists the layers.
 
     Raises:
-        ValueError: the model holds no transformers model, it does not support activation
-            checkpointing, or its layers are recomputed already.
+        ValueError: the model does not contain a transformers model, the transformers model does not
+            support gradient checkpointing, or its layers are already recomputed.
 
     Example::
 
@@ -72,8 +73,8 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
     inner: Any = _inner_model(model)
     if not getattr(inner, "supports_gradient_checkpointing", False):
         raise ValueError(
-            f"{type(inner).__name__} supports no activation checkpointing of its own: patch its "
-            "layers with anyrank.recompute_(model, pattern)"
+            f"{type(inner).__name__} does not support gradient checkpointing. Recompute its layers "
+            "with anyrank.recompute_(model, pattern)"
         )
     undo: list[Callable[[], object]] = [lambda: inner._set_gradient_checkpointing(False)]
     inner._set_gradient_checkpointing(True, functools.partial(anyrank.recompute, offload=offload))
@@ -84,8 +85,8 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
         if id(part) in marked and not any(id(p) in marked for p in part.modules() if p is not part)
     }
     if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers.values()):
-        # These drop their cache in training mode, even without gradients, where generate() needs
-        # it. Only a model with its own code calls the function that it is given itself.
+        # These drop their cache in training mode, even without gradients, when generate() needs
+        # it. Only a model with its own code calls the function that it receives.
         undo.pop()()
         try:
             for name in layers:
@@ -95,7 +96,7 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
                 restore()
             raise
     if any(not parameter.requires_grad for parameter in inner.parameters()):
-        # A layer of frozen weights and trained adapters needs an input that takes a gradient.
+        # A layer with frozen weights and trained adapters needs an input that requires a gradient.
         inner.enable_input_require_grads()
         undo.append(inner.disable_input_require_grads)
     return MemoryHandle(list(layers), undo)
@@ -104,13 +105,13 @@ def enable_recompute(model: nn.Module, offload: anyrank.Offload | None = None) -
 def tile_mlps(
     model: nn.Module, chunk_size: int = 8192, *, grad_dtype: torch.dtype | None = None
 ) -> MemoryHandle:
-    """Run the MLPs of a transformers model in tiles of tokens, as `anyrank.tile_` does.
+    """Run the MLPs of a transformers model in tiles of tokens, like `anyrank.tile_`.
 
     It finds dense MLPs, including those of vision towers and shared experts, and the experts of MoE
-    layers: of these, the surrounding block, which computes the router's logits once, stays whole.
-    An MLP that takes more than rows and their residual (the height of an image, a state, a mask)
-    may need all rows at a time: it stays whole, and a warning names it. Ranks call it on their own,
-    before or after wrapping.
+    layers. The block around the experts computes the router's logits once, and is not tiled. An MLP
+    that takes more than rows and their residual (the height of an image, a state, a mask) may need
+    all rows at a time: it is not tiled, and a warning names it. Call it before or after wrapping;
+    no coordination between ranks is needed.
 
     Args:
         model: a model, wrapped or not; a PEFT model too.
@@ -121,7 +122,7 @@ def tile_mlps(
         A handle whose `remove()` restores the model, and whose `names` lists the modules.
 
     Raises:
-        ValueError: the model has no such module; the message names a way.
+        ValueError: the model has no such module; the message names an alternative.
 
     Example::
 
@@ -144,24 +145,25 @@ def tile_mlps(
             restore()
         raise
     if not names:
-        hint = "anyrank.tile_(model, pattern) takes any module's name"
+        hint = "call anyrank.tile_(model, pattern), which accepts the name of any module"
         if any(hasattr(part, "chunk_size_feed_forward") for part in inner.modules()):
-            hint = f"make it with config.chunk_size_feed_forward, or {hint}"
+            hint = f"set config.chunk_size_feed_forward, or {hint}"
         known = ", ".join(MLPS)
-        raise ValueError(f"{type(inner).__name__} has no MLP to tile ({known}): {hint}")
+        raise ValueError(f"{type(inner).__name__} has no MLP to tile ({known}). Instead, {hint}")
     return MemoryHandle(names, undo)
 
 
 def tiled_loss(
     model: nn.Module, chunk_size: int = 1024, *, grad_dtype: torch.dtype | None = None
 ) -> MemoryHandle:
-    """Compute a causal language model's loss without its logits, as `anyrank.tiled_loss` does.
+    """Compute a causal language model's loss without its logits, like `anyrank.tiled_loss`.
 
-    With gradients and labels the `logits` of the model's result are None, as with other fused
-    losses: what looks at them in training (a metric, a distillation) needs the model without it,
-    or a function of its own for `anyrank.tiled_loss`. Without gradients (evaluation,
-    generation) or without labels (a loss of your own) everything is as before. Names of parameters,
-    ties and checkpoints do not change. Ranks call it on their own, before or after wrapping.
+    With gradients and labels, the `logits` of the model's result are None, as with other fused
+    losses: code that reads logits during training (metrics, distillation) cannot be combined with
+    it, and needs its own function for `anyrank.tiled_loss`. Without gradients (evaluation,
+    generation) or without labels (your own loss) nothing changes. Names of parameters, ties and
+    checkpoints do not change. Call it before or after wrapping; no coordination between ranks is
+    needed.
 
     Args:
         model: a model with `ForCausalLMLoss` as its loss, wrapped or not; a PEFT model too.
@@ -172,10 +174,10 @@ def tiled_loss(
         A handle whose `remove()` restores the model, and whose `names` has the head.
 
     Raises:
-        ValueError: a head that is not an nn.Linear with its own forward (one with adapters, or an
-            FSDP2 unit), another loss, a model that computes its loss in its forward (T5, Whisper);
+        ValueError: a head that is not a plain nn.Linear (such as one with adapters, or an FSDP2
+            unit), a different loss, a model that computes its loss in its forward (T5, Whisper);
             when it runs: a model that scales or caps its logits, or whose head or loss function was
-            replaced or wrapped since.
+            replaced or wrapped afterwards.
 
     Example::
 
@@ -191,13 +193,15 @@ def tiled_loss(
     head: Any = inner.get_output_embeddings()
     plain = inner.loss_function
     if getattr(head, "__dict__", {}).get("forward") is not None:
-        raise ValueError("the head has a forward of its own already: call tiled_loss() once")
+        raise ValueError("the head is already patched. Call tiled_loss() only once")
     if getattr(plain, "__name__", "") != "ForCausalLMLoss":
-        raise ValueError(f"the loss of {type(inner).__name__} is not ForCausalLMLoss: {BY_HAND}")
+        raise ValueError(
+            f"the loss of {type(inner).__name__} is not ForCausalLMLoss. Instead, {BY_HAND}"
+        )
     if not _asks_for_its_loss(type(inner)):
         raise ValueError(
-            f"the forward of {type(inner).__name__} computes its loss itself, and not by "
-            f"self.loss_function, which is what tiled_loss() replaces: {BY_HAND}"
+            f"the forward of {type(inner).__name__} computes its loss itself, not with "
+            f"self.loss_function, which tiled_loss() replaces. Instead, {BY_HAND}"
         )
     _check_head(head)
     patch = _HeadAndLoss(head, plain, {"chunk_size": chunk_size, "grad_dtype": grad_dtype})
@@ -211,16 +215,16 @@ def tiled_loss(
         for hook in hooks:
             hook.remove()
         vars(head).pop("forward", None)
-        if inner.loss_function == patch.loss:  # else the user has set another one since
+        if inner.loss_function == patch.loss:  # otherwise the user has set a different one
             inner.loss_function = plain
 
     return MemoryHandle([name for name, part in inner.named_modules() if part is head], [undo])
 
 
 def _asks_for_its_loss(kind: type) -> bool:
-    """Return whether a class of models, or a base of it, uses `loss_function` in its forward.
+    """Return True if a class of models, or a base of it, uses `loss_function` in its forward.
 
-    A use in one of several branches counts: each forward checks again what really runs.
+    A use in one of several branches counts, because each forward checks what actually runs.
     """
     forwards = (
         inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)
@@ -230,7 +234,7 @@ def _asks_for_its_loss(kind: type) -> bool:
 
 
 def _check_head(head: Any) -> None:
-    """Refuse a head that is more than its product, which is computed in one pass with the loss.
+    """Check that a head is only a matrix product, which is computed together with the loss.
 
     Raises:
         ValueError: it is not an nn.Linear, or has hooks.
@@ -238,44 +242,44 @@ def _check_head(head: Any) -> None:
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if type(head) is not nn.Linear or any(vars(head)[name] for name in names):
         raise ValueError(
-            f"the head is a {type(head).__name__}, and not a plain nn.Linear without hooks: leave "
-            f"it out of adapters and of FSDP2's units of their own, or {BY_HAND}"
+            f"the head is a {type(head).__name__}, but must be a plain nn.Linear without hooks. "
+            f"Do not add adapters to it or make it an FSDP2 unit, or {BY_HAND}"
         )
 
 
 class _HeadAndLoss:
-    """A head that hands its input on, and the loss that applies it."""
+    """A head that passes its input on, and the loss that applies the head."""
 
     def __init__(self, head: Any, plain: Callable[..., Any], options: dict[str, Any]) -> None:
         self.head, self.plain, self.options = head, plain, options
         self.handed: torch.Tensor | None = None
-        # What the model takes for its logits: hidden states, which its result must not have.
+        # The model takes these hidden states for its logits; its result must not contain them.
         self.supposed: list[torch.Tensor] = []
-        self.has_labels = False  # whether the model is running and will ask for its loss
+        self.has_labels = False  # whether the model runs and will call the loss function
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Prepare for the model's forward."""
         if model.get_output_embeddings() is not self.head:
             raise ValueError(
-                "the model's head was replaced after tiled_loss(), as by get_peft_model() with it "
-                "among the targets: leave it out of them"
+                "the model's head was replaced after tiled_loss(), for example by get_peft_model() "
+                "with the head among its targets. Remove it from the targets"
             )
         self.handed = None
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self.has_labels = {**bound, **bound.get("kwargs", {})}.get("labels") is not None
 
     def end(self, model: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """Finish the forward, also if it raised; return the result without logits."""
+        """Finish the forward, even if it raised; return the result without logits."""
         self.has_labels = False
         handed, self.handed = self.handed, None
         supposed, self.supposed = self.supposed, []
         # If forward raised there is no result, and the user must see its own error.
         if handed is not None and result is not None:
             raise ValueError(
-                f"the forward of {type(model).__name__} has used its head and not the loss "
-                "function of tiled_loss(), so its loss is one of hidden states (it computes the "
-                "loss itself, or model.loss_function was set since): remove() the handle of "
-                f"tiled_loss(), and {BY_HAND}"
+                f"the forward of {type(model).__name__} used its head, but not the loss function "
+                "of tiled_loss(), so its loss is computed from hidden states (either it computes "
+                "the loss itself, or model.loss_function was set later). Call remove() of the "
+                f"handle of tiled_loss(), and {BY_HAND}"
             )
         if not supposed:
             return None
@@ -285,7 +289,7 @@ class _HeadAndLoss:
 
         if isinstance(result, tuple):
             return tuple(map(unless_supposed, result))
-        if isinstance(result, dict):  # made anew: a ModelOutput has no key for what is None
+        if isinstance(result, dict):  # a new object, because a ModelOutput has no keys for None
             kind: Any = type(cast("Any", result))
             return kind(**{key: unless_supposed(value) for key, value in result.items()})
         return result
@@ -293,11 +297,11 @@ class _HeadAndLoss:
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self.has_labels or not torch.is_grad_enabled():
             return type(self.head).forward(self.head, hidden)
-        _check_head(self.head)  # it may have been wrapped since
+        _check_head(self.head)  # it may have been wrapped after tiled_loss()
         if self.handed is not None:
             raise ValueError(
-                "the model uses its head twice before its loss, and tiled_loss() can stand for one "
-                f"of them only: {BY_HAND}"
+                "the model uses its head twice before its loss, but tiled_loss() can replace only "
+                f"one use. Instead, {BY_HAND}"
             )
         self.handed = hidden
         return hidden
@@ -319,12 +323,12 @@ class _HeadAndLoss:
             )
         if logits is not handed and not torch.equal(logits, handed.to(logits.dtype)):
             raise ValueError(
-                "the model changes its logits (scales, caps or cuts them) between head and loss, "
-                "so the hidden states that stand for them are not its own: remove tiled_loss(), "
-                "and call anyrank.tiled_loss() with a function that does the same"
+                "the model modifies its logits between head and loss (scaling, capping, slicing), "
+                "which tiled_loss() cannot reproduce. Call remove() of its handle, and call "
+                "anyrank.tiled_loss() with a function that does the same"
             )
         self.supposed = [handed, logits]
-        if shift_labels is None:  # the label of a token is the next one
+        if shift_labels is None:  # the label of a token is the next token
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         # The same parameters in a module with a plain forward, computed in one pass.
         twin = copy.copy(self.head)
@@ -340,7 +344,7 @@ class _HeadAndLoss:
 
 
 def _inner_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside the wrappers of DDP, torch.compile and PEFT.
+    """Return the transformers model inside the wrappers of DDP, torch.compile and PEFT.
 
     Raises:
         ValueError: there is none.
@@ -348,11 +352,13 @@ def _inner_model(model: nn.Module) -> PreTrainedModel:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             return part
-    raise ValueError(f"{type(model).__name__} holds no transformers model: give one")
+    raise ValueError(
+        f"{type(model).__name__} does not contain a transformers model. Pass one, wrapped or not"
+    )
 
 
 def _mlps(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name of each MLP and of each layer's experts, and the dims of `tile_`."""
+    """Yield the name of each MLP and of each layer's experts, with the dims for `tile_`."""
     whole: dict[str, list[str]] = {}
     for name, part in model.named_modules():
         last = name.rpartition(".")[2]
@@ -368,15 +374,15 @@ def _mlps(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     if whole:
         name, arguments = next(iter(whole.items()))
         log.warning(
-            "tile_mlps: %d modules stay whole, as %s, whose forward takes %s besides rows of "
-            "tokens; if each row is computed alone, give in_dims to anyrank.tile_",
-            len(whole),
+            "tile_mlps: %s not tiled, such as %s, because the forward takes %s in addition to rows "
+            "of tokens. If rows are independent, use anyrank.tile_(..., in_dims=...)",
+            count(len(whole), "module"),
             name,
             ", ".join(arguments),
         )
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    """Names of the arguments of a module's forward, without `*args` and `**kwargs`."""
+    """Return the names of arguments of a module's forward, except `*args` and `**kwargs`."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
