@@ -20,7 +20,7 @@ class Ambient:
 
     Args:
         devices: devices of the call's tensors; the CPU and the current accelerator are added.
-        generators: the generators that the function uses.
+        generators: other generators that the function uses.
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Source]) -> None:
@@ -37,7 +37,7 @@ class Ambient:
         ]
 
     def random(self) -> list[Any]:
-        """The state of each generator now."""
+        """Return the current state of each generator."""
         return [source.get() for source in self.sources]
 
     def put(self, random: list[Any]) -> None:
@@ -46,7 +46,7 @@ class Ambient:
             source.put(state)
 
     def autocast(self) -> contextlib.ExitStack:
-        """A context with the settings of the call."""
+        """Return a context with the settings of the call."""
         stack = contextlib.ExitStack()
         for kind, enabled, dtype in self._autocast:
             if enabled or torch.is_autocast_enabled(kind):
@@ -55,9 +55,9 @@ class Ambient:
 
 
 def in_transform() -> bool:
-    """Return whether torch.func (vmap, grad, jvp), forward-mode AD or a trace is active.
+    """Return True if torch.func (vmap, grad, jvp), forward-mode AD or a trace is active.
 
-    These do not support saved tensor hooks, so a region is a plain call under them. Torch has no
+    They do not support saved-tensor hooks, so under them a region is a plain call. Torch has no
     public name for the first two.
     """
     torch_c: Any = getattr(torch, "_C", None)
@@ -68,7 +68,7 @@ def in_transform() -> bool:
 
 
 def _current_accelerator() -> set[torch.device]:
-    """The accelerator's current device if it is in use: asking must not initialize it."""
+    """Return the accelerator's current device if it is in use. Must not initialize it."""
     if not torch.accelerator.is_available():
         return set()
     kind = torch.accelerator.current_accelerator()

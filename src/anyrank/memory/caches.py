@@ -1,8 +1,8 @@
 """Keep the caches of transformers models away from recomputed regions.
 
-A layer writes its keys and values, or its state, into the cache that it gets. A recomputed layer
-would write them twice, behind a mask that was built for one time, and the cache would keep alive
-the tensors that recompute frees.
+A layer writes its keys and values, or its state, into its cache. A recomputed layer would write
+them twice, although the mask was built for one time, and the cache would keep alive the tensors
+that recompute frees.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def without_caches(
     Args:
         fn: the function, without any `functools.partial`.
         label: the call, for messages.
-        reads_cache: the layer only reads its cache, so it keeps it.
+        reads_cache: whether the layer only reads its cache, so that it may keep it.
 
     Raises:
-        RecomputeError: the cache already holds tokens that the layer has to see.
+        RecomputeError: the cache already contains tokens that the layer must see.
     """
     module = find_module(fn) or (args[0] if args and isinstance(args[0], nn.Module) else None)
     makes_cache = _is_model(type(module)) and getattr(getattr(module, "config", 0), "use_cache", 0)
@@ -50,9 +50,9 @@ def without_caches(
         for key, cache in caches:
             if _holds_tokens(cache, module):
                 raise RecomputeError(
-                    f"{label} gets a cache that holds tokens already ({_name(fn, key)}, a "
-                    f"{type(cache).__name__}), and a recomputed layer gets no cache: put these "
-                    "tokens before the others of the batch, or leave the layers out of recompute"
+                    f"a non-empty cache ({_name(fn, key)}, a {type(cache).__name__}) was passed to "
+                    f"{label}, which is recomputed and runs without a cache. Prepend the cached "
+                    "tokens to the batch, or do not recompute this layer"
                 )
             changed[key] = None
     key = _place_of_use_cache(fn, args, kwargs, bool(makes_cache))
@@ -69,9 +69,9 @@ def without_caches(
 
 
 def _is_cache(kind: type) -> bool:
-    """Return whether a class is a cache of transformers or of model code that it has loaded.
+    """Return True if a class is a cache of transformers or of model code that it has loaded.
 
-    Most derive from its `Cache`, some from nothing. Nothing is imported to find out.
+    Most caches derive from `Cache`, some from nothing. The check imports nothing.
     """
     return any(
         base.__name__.endswith("Cache") and base.__module__.startswith("transformers")
@@ -80,14 +80,14 @@ def _is_cache(kind: type) -> bool:
 
 
 def _is_model(kind: type) -> bool:
-    """Return whether a class is a whole transformers model, which makes a cache by default."""
+    """Return True if a class is a whole transformers model, which makes a cache by default."""
     return any(base.__name__ == "PreTrainedModel" for base in kind.__mro__)
 
 
 def _place_of_use_cache(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], makes_cache: bool
 ) -> int | str | None:
-    """Return where `use_cache` is true, or left out although the model's default is true."""
+    """Return the position of `use_cache` if it is True, or omitted and True by default."""
     if kwargs.get("use_cache"):
         return "use_cache"
     if not makes_cache and all(arg is not True for arg in args):
@@ -105,7 +105,7 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
 
 
 def _name(fn: Callable[..., Any], key: int | str) -> str:
-    """The name of an argument in messages."""
+    """Return the name of an argument for messages."""
     if isinstance(key, str):
         return key
     names = _parameters(fn)
@@ -113,10 +113,9 @@ def _name(fn: Callable[..., Any], key: int | str) -> str:
 
 
 def _holds_tokens(cache: Any, module: nn.Module | None) -> bool:
-    """Return whether the cache holds something for the layer before the layer is called.
+    """Return True if the cache contains something for the layer before the layer is called.
 
-    A prefix that was trained or computed before counts. Writes of other layers in the same forward
-    do not.
+    A trained or earlier computed prefix counts. Writes of other layers in the same forward do not.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     parts = module.modules() if module is not None else ()
@@ -127,7 +126,7 @@ def _holds_tokens(cache: Any, module: nn.Module | None) -> bool:
     if number >= len(layers):
         return False
     layer = layers[number]
-    # A layer of two mixers side by side writes the state of one before the keys of the other.
+    # A layer with two parallel mixers writes the state of one before the keys of the other.
     if (length := getattr(layer, "get_seq_length", None)) is not None:
         return bool(length() > 0)
     return any(getattr(layer, "has_previous_state", {}).values())
@@ -135,9 +134,9 @@ def _holds_tokens(cache: Any, module: nn.Module | None) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _warn_once(what: str) -> None:
-    """Warn once per process, as transformers does about its own caches."""
+    """Warn once per process, like transformers about its own caches."""
     log.warning(
-        "layers that are recomputed in backward get %s: they would fill the cache twice, and it "
-        "would keep what recompute frees; calls without gradients, as in generate(), keep it",
+        "recomputed layers get %s, because a cache would be filled twice and would keep the "
+        "activations alive. Calls without gradients, such as generate(), keep their cache",
         what,
     )

@@ -1,4 +1,4 @@
-"""The arguments of a call as a flat list, so that tensors at any depth are seen and saved."""
+"""The arguments of a call as a flat list, so that tensors at any depth are found and saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Call:
     function runs again, because some functions compare identities.
 
     Attributes:
-        fn: the function, without any `functools.partial`, whose arguments are among the others.
+        fn: the function, without any `functools.partial`, whose arguments are among the leaves.
         leaves: the arguments in order, at any depth of lists, tuples, dicts and registered types;
             the contents of any other container reach the function unchanged.
         tensors: the tensors among the leaves, each once.
@@ -48,19 +48,19 @@ class Call:
         return self.fn(*self.args, **self.kwargs)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Call the function with the given leaves."""
+        """Call the function with these leaves."""
         args, kwargs = self.arguments(leaves)
         return self.fn(*args, **kwargs)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leaves as args and kwargs."""
+        """Convert leaves to args and kwargs."""
         if self.is_flat:
             count = self.positional
             return tuple(leaves[:count]), dict(zip(self.names, leaves[count:], strict=True))
         return pytree.tree_unflatten(leaves, self.spec)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the leaves with other tensors in place of the call's own."""
+        """Return the leaves with these tensors in place of the call's own."""
         return [
             tensors[self.numbers[n]] if n in self.numbers else leaf
             for n, leaf in enumerate(self.leaves)
@@ -69,50 +69,53 @@ class Call:
     def drop_tensors(self) -> None:
         """Keep only what backward needs to run the function on tensors stored elsewhere.
 
-        An offload may then move the tensors away. The call itself can no longer be made.
+        An offload may then move the tensors away. Afterwards the call cannot run again.
         """
         self.args, self.kwargs, self.tensors = (), {}, []
         self.leaves = [None if n in self.numbers else leaf for n, leaf in enumerate(self.leaves)]
 
     def name(self, position: int) -> str:
-        """The expression with which a user would write the argument at a position."""
+        """Return the argument at a position as a user would write it."""
         numbers = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         path, _ = pytree.tree_flatten_with_path(numbers)[0][position]
         root = "args" if str(path[0]) == "[0]" else "kwargs"
         return root + "".join(str(key) for key in path[1:])
 
     def tensor_name(self, number: int) -> str:
-        """The expression with which a user would write the argument that is a given tensor."""
+        """Return the argument that is the tensor of this number as a user would write it."""
         return self.name(next(p for p, n in self.numbers.items() if n == number))
 
 
 def unwrap(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Unwrap a `functools.partial`, with its arguments added to the others."""
+    """Unwrap a `functools.partial`; add its arguments to `args` and `kwargs`."""
     while isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     return fn, args, kwargs
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure, which is None for a tensor; None is a leaf."""
+    """Return the leaves of a value and its structure, which is None for a tensor.
+
+    None is a leaf.
+    """
     return ([value], None) if isinstance(value, torch.Tensor) else pytree.tree_flatten(value)
 
 
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """The inverse of `flatten`."""
+    """Rebuild a value from its leaves and structure."""
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
 def find_module(fn: Callable[..., Any]) -> torch.nn.Module | None:
-    """The module that a function is, or whose method it is."""
+    """Return the module that a function is or belongs to; else None."""
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """The name of a function or a module in messages."""
+    """Return the name of a function or a module for messages."""
     fn = unwrap(fn, (), {})[0]
     if (owner := find_module(fn)) is not None:
         return type(owner).__name__

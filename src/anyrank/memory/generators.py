@@ -1,4 +1,4 @@
-"""The random generators that a function draws from: named by the user, or among its arguments."""
+"""The random generators that a function uses: named by the user, or among its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from anyrank.training.random_state.generators import (
 
 
 def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
-    """Generators as sources of random numbers.
+    """Return generators as sources of random numbers.
 
     Raises:
         TypeError: one of them is not a generator whose state can be set.
@@ -31,22 +31,22 @@ def as_sources(generators: Iterable[Any]) -> tuple[Source, ...]:
         source = _global_source(generator) or source_of(generator)
         if source is None:
             raise TypeError(
-                f"generators has a {type(generator).__name__}: give a torch.Generator, a generator "
-                "of numpy or a random.Random, or the module random or numpy.random"
+                "generators=: expected a torch.Generator, a numpy generator, a random.Random, or "
+                f"the module random or numpy.random, got {type(generator).__name__}"
             )
         sources.append(source)
     return tuple(sources)
 
 
 def _global_source(value: Any) -> Source | None:
-    """The global generator of the modules `random` and `numpy.random`."""
+    """Return the global generator if the value is the module `random` or `numpy.random`."""
     modules = {"python": random, "numpy": getattr(sys.modules.get("numpy"), "random", None)}
     sources = (source for source in ambient() if value is modules.get(source.name, modules))
     return next(sources, None)
 
 
 def source_of(value: Any) -> Source | None:
-    """The random source behind a generator of torch, numpy or `random`.
+    """Return the random source behind a generator of torch, numpy or `random`.
 
     None for any other value, and for a generator without a state.
     """

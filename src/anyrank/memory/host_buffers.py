@@ -34,7 +34,7 @@ class Buffer:
 
 
 class HostPool:
-    """Buffers of exact sizes; idle ones of one size are freed to make room for another.
+    """Buffers of exact sizes; idle ones of one size are freed to make room for other sizes.
 
     Args:
         limit_bytes: limit for all buffers, in use or idle.
@@ -43,7 +43,7 @@ class HostPool:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.idle: dict[int, list[Buffer]] = {}
-        # Finalizers append at any time, even during `take`: a lock here could deadlock.
+        # Finalizers append at any time, even during `take`, so a lock here could deadlock.
         self.returned: deque[Buffer] = deque()
         self.held_bytes = 0
         self.used_bytes = 0
@@ -73,7 +73,7 @@ class HostPool:
             self.idle.setdefault(buffer.nbytes, []).append(buffer)
 
     def make_room(self, nbytes: int) -> None:
-        """Free idle buffers until `nbytes` may be allocated."""
+        """Free idle buffers until `nbytes` can be allocated within the limit."""
         for size in sorted(self.idle, reverse=True):
             while self.idle[size] and self.held_bytes + nbytes > self.limit_bytes:
                 self.drop(self.idle[size].pop())
@@ -94,18 +94,21 @@ class HostPool:
 
 
 def allocate(nbytes: int, device: torch.device) -> Buffer:
-    """Host memory of exactly this size, page-locked for a device.
+    """Allocate host memory of exactly this size, page-locked for a device.
 
     Raises:
         MemoryError: the system has too little memory, or too little that can be page-locked.
     """
     if device.type == "cpu":
-        with torch.inference_mode(False):  # an inference tensor cannot be used outside that mode
+        with torch.inference_mode(False):  # an inference tensor cannot be used outside of the mode
             return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     try:
         return Buffer(page_locked(nbytes, device))
     except AnyrankError as error:
-        raise MemoryError(f"no host memory for offload: {error}; or lower pool_bytes") from error
+        raise MemoryError(
+            f"cannot allocate host memory for the offload ({error}). Another way is to lower "
+            "pool_bytes"
+        ) from error
 
 
 Event = torch.Event | None
@@ -113,7 +116,7 @@ Stream = torch.Stream | None
 
 
 class CopyEngine:
-    """Copies of one device, on one stream for each direction, beside the computing stream.
+    """The copies of one device, on one stream per direction, besides the computing stream.
 
     A copy returns an event. On the CPU a copy is complete when the call returns, without an event.
     """
@@ -132,9 +135,9 @@ class CopyEngine:
             target.copy_(source)
             return None
         event = self.copy(self.out, target, source, after)
-        # The allocator may hand memory of another stream than the one that waits for the copy to
-        # somebody else before the copy has read it. For memory of the waiting stream, the usual
-        # case, this call does nothing.
+        # If the memory belongs to a stream other than the one that waits for the copy, the
+        # allocator may hand it out before the copy has read it. For memory of the waiting stream,
+        # the usual case, this call does nothing.
         source.record_stream(torch.accelerator.current_stream(self.device))
         return event
 
@@ -145,8 +148,8 @@ class CopyEngine:
             target.copy_(source)
             return None
         # No `record_stream(self.back)`: torch would hold the memory until the device reaches the
-        # copy, and the host runs far ahead of it. Users of the target wait for the copy, and so
-        # does whoever drops it unused.
+        # copy, but the host runs far ahead of it. Users of the target wait for the copy, and so
+        # does the code that drops it unused.
         return self.copy(self.back, target, source, after)
 
     def copy(
@@ -156,7 +159,7 @@ class CopyEngine:
         source: torch.Tensor,
         after: Iterable[torch.Event],
     ) -> Event:
-        # Read before the switch: this stream has written the source and used the target's
+        # Read before the switch, because this stream has written the source and used the target's
         # memory.
         current = torch.accelerator.current_stream(self.device)
         with torch.accelerator.device_index(self.device.index):
@@ -168,11 +171,11 @@ class CopyEngine:
             return stream.record_event()
 
     def stream(self) -> Stream:
-        """The stream that computes now; None on the CPU."""
+        """Return the current computing stream; None on the CPU."""
         return None if self.is_cpu else torch.accelerator.current_stream(self.device)
 
     def wait(self, event: Event, stream: Stream = None) -> None:
-        """Let a stream wait for the copy: by default the computing stream."""
+        """Let a stream, by default the computing stream, wait for the copy."""
         if event is not None:
             with torch.accelerator.device_index(self.device.index):
                 (stream or torch.accelerator.current_stream(self.device)).wait_event(event)

@@ -42,42 +42,42 @@ def tiled_loss(
     label_smoothing: float = 0.0,
     grad_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute the loss of hidden states with the logits of one tile at a time in memory.
+    """Compute the loss of hidden states with the logits of only one tile at a time in memory.
 
-    With a module (the head) as `fn`, the loss is the cross entropy of `fn(hidden)` in float32. Any
-    other loss is a function of a tile: `fn(hidden [t, H], labels [t], *rest)` returns the losses
-    [t] of its tokens; it may call any head, soft-cap the logits or add a z-loss. The mean is the
-    sum over all tiles divided once, so it does not depend on the tiles. Shift labels, not hidden
-    states, which would be copied.
+    If `fn` is a module (the head), the loss is the cross entropy of `fn(hidden)` in float32. A
+    different loss is a function of a tile: `fn(hidden [t, H], labels [t], *rest)` returns the
+    losses [t] of its tokens; it may call any head, soft-cap the logits or add a z-loss. The mean is
+    the sum over all tiles divided once, so it does not depend on the tiles. Shift labels, not
+    hidden states, which would be copied.
 
-    Ranks call it on their own, inside the FSDP2 unit that owns the head's weight. A head that is
-    its own unit gathers its weight for each tile; the number of tiles must then be equal on all
-    ranks, and is compared. Hidden states that are a DTensor (sequence parallel) are gathered first,
-    and logits of a head that is sharded over the vocabulary are gathered tile by tile: all ranks of
-    the mesh must call, with the same labels.
+    No coordination between ranks is needed, inside the FSDP2 unit that owns the head's weight. A
+    head that is its own unit gathers its weight for each tile; the number of tiles must then be
+    the same on every rank, and is compared. Hidden states that are a DTensor (sequence parallel)
+    are gathered first, and logits of a head that is sharded over the vocabulary are gathered tile
+    by tile: every rank of the mesh must call, with the same labels.
 
     Args:
         fn: a module from [t, H] to logits [t, V], or a function from a tile to losses.
-        hidden: [..., H], any floating dtype.
-        labels: [...], class indices, integers (or whatever a function `fn` expects).
-        rest: further arguments of a function: a tensor whose shape begins with that of `labels` is
-            tiled like it, anything else (and any parameter) is passed whole. Bind what must stay
-            whole: `functools.partial(fn, prior=prior)`.
+        hidden: [..., H], any floating-point dtype.
+        labels: [...], class indices, integers (or what a function `fn` expects).
+        rest: further arguments of a function: a tensor whose shape starts with that of `labels` is
+            tiled like it; anything else (and any parameter) is passed whole. To pass such a tensor
+            whole, bind it: `functools.partial(fn, prior=prior)`.
         chunk_size: tokens per tile.
         reduction: "none" gives losses in the shape of `labels`, 0 where ignored.
         ignore_index: label of tokens without a loss.
         count: divisor of "mean", instead of the number of tokens that are not ignored; 0 divides
             by 1. For a mean over the tokens of all ranks under DDP or FSDP2, which average
-            gradients: the number of all ranks' tokens divided by the number of ranks. If all tokens
-            are ignored, the loss is 0 with a graph.
+            gradients: the number of tokens on all ranks divided by the number of ranks. If all
+            tokens are ignored, the loss is 0 and still differentiable.
         label_smoothing: as in `torch.nn.functional.cross_entropy`; for a head.
         grad_dtype: sum the gradients of the head's weights over the tiles in this dtype, and round
-            once, at the end. None sums in the dtype of the weights: with many tiles in bfloat16
-            that is several times less accurate than an untiled loss. For a function, the head is
-            found among its captured variables.
+            once, at the end. None sums in the dtype of the weights; with many tiles in bfloat16,
+            that is several times less accurate than an untiled loss. For a function, the head must
+            be among its captured variables.
 
     Returns:
-        0-d in float32 (float64 for float64 losses), or losses in the shape of `labels`.
+        A 0-d tensor in float32 (float64 for float64 losses), or losses in the shape of `labels`.
 
     Raises:
         ValueError, TypeError: shapes or options that do not match; logits for a part of the
@@ -132,7 +132,7 @@ def tiled_loss(
 def divisor(
     labels: torch.Tensor, ignore_index: int, count: float | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """The divisor of the mean; 1 instead of 0, because the sum is 0 then."""
+    """Return the divisor of the mean; 1 instead of 0, because the sum is 0 then."""
     if count is None:
         return (labels != ignore_index).sum().clamp(min=1)
     if isinstance(count, torch.Tensor):
@@ -148,11 +148,11 @@ def _head_loss(
     hidden: torch.Tensor,
     labels: torch.Tensor,
 ) -> torch.Tensor:
-    """Cross entropy of a head's logits, token by token."""
+    """Return the cross entropy of a head's logits for each token."""
     logits: torch.Tensor = gathered(head(hidden))
     if isinstance(head, nn.Linear) and logits.shape[-1] != head.out_features:
         raise ValueError(
-            f"{function_name(head)} returns {logits.shape[-1]} of {head.out_features} logits: it "
+            f"{function_name(head)} returns {logits.shape[-1]} of {head.out_features} logits. It "
             "is sharded over the vocabulary and returns only this rank's part. Return a DTensor "
             "(ColwiseParallel(use_local_output=False)) or all logits (output_layouts=Replicate())"
         )
@@ -173,7 +173,7 @@ def checked(
     *rest: Any,
 ) -> torch.Tensor:
     """Run `fn` on a tile and check its result."""
-    if mesh is not None:  # a head that gathers its input must see that this one is whole
+    if mesh is not None:  # a head that gathers its input must know that this one is whole
         from torch.distributed.tensor import DTensor, Replicate
 
         hidden = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -181,26 +181,26 @@ def checked(
     if not isinstance(losses, torch.Tensor) or losses.shape[:1] != labels.shape or losses.ndim != 1:
         shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(
-            f"{function_name(fn)} returns {shape} for a tile of {len(labels)} tokens, expected "
-            f"[{len(labels)}], a loss for each token: use reduction='none' inside"
+            f"{function_name(fn)} returned {shape} for a tile of {len(labels)} tokens, expected "
+            f"[{len(labels)}]. Return one loss per token (reduction='none')"
         )
     return losses
 
 
 def _begins_with(value: Any, labels: torch.Tensor) -> int | None:
-    """0 for a tensor with an entry for each token, None for anything else."""
+    """Return 0 for a tensor with one entry per token, None for anything else."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return None
     return 0 if value.shape[: labels.ndim] == labels.shape else None
 
 
 def gathered(value: Any) -> Any:
-    """Return a DTensor as a plain tensor, whole on each rank; any other value unchanged."""
+    """Gather a DTensor into a plain tensor on each rank; return any other value unchanged."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
 def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
-    """The mesh on which a sharded head expects its hidden states as a DTensor."""
+    """Return the mesh on which a sharded head expects its hidden states as a DTensor."""
     if not is_dtensor(hidden):
         return None
     sharded = any(
@@ -212,20 +212,20 @@ def _mesh_for(fn: Any, hidden: torch.Tensor) -> DeviceMesh | None:
 
 
 def _is_fused(fn: Any, hidden: torch.Tensor, reduction: str) -> bool:
-    """Return whether the gradients are computed in the forward pass, without calling the head."""
-    if type(fn) is not nn.Linear or reduction == "none":  # which has a gradient for each token
+    """Return True if the gradients are computed in the forward pass, without calling the head."""
+    if type(fn) is not nn.Linear or reduction == "none":  # "none" has one gradient per token
         return False
     hooks = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     if any(fn.__dict__.get(name) for name in (*hooks, "_backward_pre_hooks")):
         return False
     if getattr(nn.modules.module, "_has_any_global_hook", lambda: False)():
         return False
-    # A FakeTensor has no values, and shows what memory the loss takes.
+    # A FakeTensor has no values, but shows how much memory the loss needs.
     if type(fn.weight) not in (nn.Parameter, torch.Tensor, FakeTensor):  # sharded, quantized
         return False
     if fn.weight.dtype != hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
         return False
-    # torch.compile does not trace it, and torch.func does not see through it.
+    # Neither torch.compile nor torch.func can trace it.
     return not torch.compiler.is_compiling() and not in_transform() and torch.is_grad_enabled()
 
 
@@ -245,39 +245,39 @@ def check(
     check_type("labels", labels, torch.Tensor, "a tensor [...]")
     if hidden.ndim < 1 or hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"hidden has shape {list(hidden.shape)} and labels {list(labels.shape)}: they must be "
-            "[..., H] and [...] (under sequence parallelism, give hidden as a DTensor or gather it)"
+            f"hidden has shape {list(hidden.shape)}, and labels {list(labels.shape)}; they must be "
+            "[..., H] and [...]. Under sequence parallelism, pass hidden as a DTensor, or gather it"
         )
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     check_chunk_size(chunk_size, "token")
     if not isinstance(count, torch.Tensor | None):
         check_number("count", count)
     elif count is not None and count.numel() != 1:
-        raise ValueError(f"count has shape {list(count.shape)}: give one number")
+        raise ValueError(f"count=: expected one number, got a tensor of shape {list(count.shape)}")
     check_type("label_smoothing", label_smoothing, Real, "a number from 0 to 1")
     if count is not None and reduction != "mean":
         raise ValueError(
-            f'count is the divisor of reduction="mean", and reduction is "{reduction}"'
+            f'count= is the divisor of reduction="mean", but reduction="{reduction}". Remove count='
         )
     if isinstance(fn, nn.Module):
         if rest:
             raise ValueError(
-                "further arguments are for a function; a head is called with hidden states only"
+                "further arguments need a function as fn; a head is called only with hidden states"
             )
         _check_as_cross_entropy(labels, label_smoothing)
     elif label_smoothing:
-        raise ValueError("label_smoothing is for a head: a function computes its own loss")
+        raise ValueError("label_smoothing= needs a head as fn; a function computes its own loss")
 
 
 def _check_as_cross_entropy(labels: torch.Tensor, label_smoothing: float) -> None:
     """Raise TypeError or ValueError for labels that torch's `cross_entropy` would not accept."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(
-            f"labels are {labels.dtype}: class indices are integers; give labels.long(), or a "
-            "function that computes the loss of other labels"
+            f"labels=: expected class indices (integers), got {labels.dtype}. Pass labels.long(), "
+            "or a function that computes the loss for such labels"
         )
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing}: give a number from 0 to 1")
+        raise ValueError(f"label_smoothing={label_smoothing}: must be from 0 to 1")
 
 
 PRODUCT_ROWS = 8192  # of the vocabulary
@@ -286,8 +286,8 @@ PRODUCT_ROWS = 8192  # of the vocabulary
 class _FusedLoss(torch.autograd.Function):
     """(hidden [T, H], weight [V, H], bias [V] or None, labels [T], ...) -> sum of losses, 0-d.
 
-    Gradients are kept without the incoming gradient and multiplied by it in place, so they can be
-    used once.
+    Gradients are stored without the incoming gradient and multiplied by it in place, so they can be
+    used only once.
     """
 
     @staticmethod
@@ -328,15 +328,15 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.grads is None or torch.is_grad_enabled():
             raise RecomputeError(
-                "tiled_loss() of a plain head can run backward once and cannot be differentiated "
-                "twice: for retain_graph or create_graph give nn.Sequential(head) in its place"
+                "tiled_loss() of a plain head supports a single backward, and no second "
+                "derivative. For retain_graph or create_graph, pass nn.Sequential(head)"
             )
         kept, ctx.grads = ctx.grads, None
         return *(None if grad is None else grad.mul_(grads[0]) for grad in kept), *[None] * 5
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b. A wider total gets a few rows at a time: each product is a temporary."""
+    """Compute total += a @ b, a few rows at a time if total is wider: products are temporaries."""
     if total.dtype == b.dtype:
         total.addmm_(a, b)
         return
@@ -351,7 +351,7 @@ def _loss_into_gradient(
     ignore_index: int,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """Sum of the losses of one tile; overwrites the logits with their gradient."""
+    """Return the sum of one tile's losses; overwrite the logits with their gradient."""
     valid = (labels != ignore_index).unsqueeze(1)
     target = torch.where(valid, labels.unsqueeze(1), 0)
     scores = logits.to(wide, copy=True)

@@ -1,4 +1,4 @@
-"""`anyrank.Offload`: arguments of recomputed blocks stay in host memory until backward."""
+"""`anyrank.Offload`: keep arguments of recomputed blocks in host memory until backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """Work of an `Offload` since it was created, in bytes and counts.
+    """Statistics of an `Offload` since it was created, in bytes and counts.
 
     Attributes:
-        held_bytes: host memory held now, in use or idle.
+        held_bytes: host memory that is allocated now, in use or idle.
         used_bytes: the part of it that is in use now.
         peak_bytes: the largest `used_bytes` so far.
         copied_bytes: bytes copied to the host.
@@ -35,28 +35,28 @@ class OffloadStats:
 
 
 class Offload:
-    """Moves the arguments of recomputed blocks to host memory until backward needs them.
+    """An offload that keeps arguments of recomputed blocks in host memory until backward.
 
-    Use one object for all blocks of a model: `recompute_(model, "layers.*", offload=offload)`.
-    Ranks use it on their own. A block's tensors are copied while later blocks compute, on a
-    separate stream and into pinned buffers that are used again step after step; in backward, the
+    Use one object for all blocks of a model: `recompute_(model, "layers.*", offload=offload)`. No
+    coordination between ranks is needed. A block's tensors are copied while later blocks compute,
+    on a separate stream and into pinned buffers that are reused in each step. In backward, the
     arguments of the preceding block are copied back ahead of time. The graph owns all state of a
     step. Without gradients nothing is moved.
 
-    These stay on the device: tensors under `min_bytes`, parameters and buffers, expanded, sparse
+    These stay on the device: tensors below `min_bytes`, parameters and buffers, expanded, sparse
     and meta tensors, views of less than half of their storage, tensor subclasses other than DTensor
-    (whose local part moves). Several tensors of one storage are one copy.
+    (whose local part moves). Several tensors of one storage are copied once.
 
     Args:
-        pool_bytes: limit of this rank's host memory, in bytes; tensors that find no room stay on
-            the device.
+        pool_bytes: limit of this rank's host memory, in bytes; tensors stay on the device if the
+            pool is full.
         keep_last: number of blocks at the end of the forward pass that stay on the device, because
-            backward begins with them.
-        min_bytes: smaller tensors stay.
+            backward starts with them.
+        min_bytes: smaller tensors stay on the device.
 
     Raises:
-        ValueError: a size that makes no sense; any use after `close`.
-        TypeError: an argument of another type.
+        ValueError: an invalid size; any use after `close`.
+        TypeError: an argument of the wrong type.
 
     Example::
 
@@ -85,7 +85,7 @@ class Offload:
         return self
 
     def stats(self) -> OffloadStats:
-        """The figures until now."""
+        """Return the statistics so far."""
         engine, pool = self._engine, self._engine.pool
         pool.collect()
         return OffloadStats(
@@ -106,5 +106,5 @@ class Offload:
 
 
 def get_engine(offload: Offload) -> OffloadEngine:
-    """The engine that moves the tensors, for `recompute`."""
+    """Return the engine that moves the tensors, for `recompute`."""
     return offload._engine  # pyright: ignore[reportPrivateUsage]

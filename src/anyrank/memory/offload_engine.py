@@ -1,4 +1,4 @@
-"""Moves the arguments of blocks to the host and back: by block, by tensor, by storage."""
+"""Move the arguments of blocks to the host and back: per block, per tensor, per storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anyrank.tensors.torch_classes import is_dtensor
 
 
 class OffloadEngine:
-    """The state of an `Offload`: its host memory, and the blocks under way.
+    """The state of an `Offload`: its host memory, and the current blocks.
 
     Args:
         pool_bytes, keep_last, min_bytes: as for `Offload`.
@@ -44,8 +44,8 @@ class OffloadEngine:
         self.pool.collect()
         if self.pool.used_bytes:
             raise ValueError(
-                f"a graph still needs {self.pool.used_bytes} bytes of this offload: run backward, "
-                "or drop the loss, before close()"
+                f"a graph still needs {self.pool.used_bytes} bytes of this offload. Run backward, "
+                "or delete the loss, before close()"
             )
         self.pool.close()
         self.closed = True
@@ -57,12 +57,12 @@ class OffloadEngine:
         label: str,
         resident: Collection[int],
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start moving a block's tensors before it runs; returns the function that restores them.
+        """Start to move a block's tensors before it runs; return the function that restores them.
 
-        `resident` has ids of storages that stay on the device: buffers of the model.
+        `resident` has the ids of storages that stay on the device: buffers of the model.
         """
         if self.closed:
-            raise ValueError(f"{label}: its offload is closed; create a new one")
+            raise ValueError(f"{label}: its offload is closed. Create a new one")
         with self.lock:
             packed: list[_OffloadedTensor] = []
             for n, tensor in enumerate(tensors):
@@ -83,7 +83,7 @@ class OffloadEngine:
         return block.restore
 
     def release_sent(self) -> None:
-        """After a block: free the device memory of tensors that were sent while it ran."""
+        """Free, after a block, the device memory of tensors that were sent while it ran."""
         with self.lock:
             sent, self.sent = self.sent, []
             for ref in sent:
@@ -92,7 +92,7 @@ class OffloadEngine:
                     block.release()
 
     def moves(self, tensor: torch.Tensor, resident: Collection[int]) -> bool:
-        """Return whether this offload moves a tensor."""
+        """Return True if this offload moves a tensor."""
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return False
         if is_dtensor(tensor):
@@ -110,7 +110,7 @@ class OffloadEngine:
         return nbytes >= max(1, self.min_bytes) and 2 * nbytes >= storage.nbytes()
 
     def storage(self, tensor: torch.Tensor) -> OffloadedStorage:
-        """The one entry of a tensor's storage, for as long as the storage is alive."""
+        """Return the entry of a tensor's storage, the same one while the storage is alive."""
         local = tensor.to_local() if is_dtensor(tensor) else tensor
         storage = local.untyped_storage()
         known = self.storages.get(id(storage))
@@ -120,13 +120,13 @@ class OffloadEngine:
         if storage.device not in self.copy_engines:
             self.copy_engines[storage.device] = CopyEngine(storage.device)
         entry = OffloadedStorage(storage, version_of(tensor), self)
-        if known is None:  # the id of a dead storage is used again
+        if known is None:  # the id of a dead storage may be reused
             weakref.finalize(storage, self.storages.pop, id(storage), None).atexit = False
         self.storages[id(storage)] = weakref.ref(entry)
         return entry
 
     def buffer(self, nbytes: int, device: torch.device) -> Buffer | None:
-        """Host memory, or None to keep the tensor where it is."""
+        """Return host memory, or None to keep the tensor on the device."""
         buffer = self.pool.take(nbytes, device)
         if buffer is None:
             self.kept += 1
@@ -140,9 +140,8 @@ class OffloadedStorage:
 
     Attributes:
         source: the storage, until it is released; never released if the pool was full.
-        stream: the stream on which the storage was allocated, and on which its memory is reused.
         loaded: a storage on the device with the bytes copied back, while anything uses it.
-        stream: the one that it was allocated on, and on which its memory is used again.
+        stream: the stream on which `loaded` was allocated, and on which its memory is reused.
         ahead: keeps alive the bytes that were copied back ahead of their use, with the event of the
             copy and its stream: at most one.
     """
@@ -170,7 +169,7 @@ class OffloadedStorage:
         weakref.finalize(self, _drop_unused, self.copies, self.ahead).atexit = False
 
     def send(self) -> None:
-        """Start the copy to the host, unless it has started or the pool has no room."""
+        """Start the copy to the host, unless it has started or the pool is full."""
         if self.buffer is not None or self.source is None or self.is_kept:
             return
         self.buffer = self.engine.buffer(self.nbytes, self.device)
@@ -211,15 +210,15 @@ class OffloadedStorage:
             self.ahead.append((storage, self.back, self.stream))
 
     def on_device(self) -> torch.UntypedStorage:
-        """The bytes on the device; the computing stream waits for their copy."""
+        """Return the bytes on the device; the computing stream waits for their copy."""
         if self.source is not None:
             return self.source
         storage = self.fetch()
         self.ahead.clear()
         self.copies.wait(self.back)
         if self.copies.stream() != self.stream:
-            # The block before used another stream. Its use must end before the stream that owns the
-            # memory hands it out again.
+            # The previous block used a different stream. Its use must end before the stream that
+            # owns the memory hands it out again.
             self.copies.wait(self.back, self.stream)
             _as_bytes(storage).record_stream(torch.accelerator.current_stream(self.device))
         return storage
@@ -251,8 +250,8 @@ class _OffloadedTensor:
             raise RecomputeError(
                 f"{self.name or 'an argument of a recomputed block'}, a "
                 f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, was changed in "
-                "place after the block was called, and backward needs its former value: use the "
-                "operation that returns a new tensor, or clone it"
+                "place after the block was called, but backward needs its former value. Use the "
+                "out-of-place operation, or clone it"
             )
 
     def release(self) -> None:
@@ -294,7 +293,7 @@ class _BlockTensors:
             tensor.release()
 
     def restore(self) -> list[torch.Tensor]:
-        """The tensors on the device; also starts to copy back those of the preceding block."""
+        """Return the tensors on the device; start to copy back those of the preceding block."""
         with torch.no_grad():
             tensors = [tensor.restore() for tensor in self.tensors]
             preceding = self.preceding() if self.preceding else None
@@ -314,12 +313,12 @@ def _drop_unused(
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as uint8[nbytes]."""
+    """Return a storage as uint8[nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _dtensor_wrapper(like: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that wraps a local part into a DTensor."""
+    """Return a function that wraps a local part into a DTensor."""
     kind = type(like)
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
 

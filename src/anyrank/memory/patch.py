@@ -29,18 +29,19 @@ from anyrank.tensors.walk import walk
 log = logging.getLogger("anyrank.memory")
 
 Forward = Callable[..., Any]
-# Runs a patched module, given its name, its own forward, args and kwargs.
+# A function that runs a patched module, from its name, its own forward, args and kwargs.
 Wrapper = Callable[[str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PatchedForward:
-    """Replaces the `forward` of an instance.
+    """The replaced `forward` of an instance.
 
     It is an object, not a function, so that a deep copy of the module uses the copy's weights.
 
     Attributes:
         inner: the replaced forward: a bound method of the class, or an attribute of the instance.
-        is_of_class: `inner` was the class's method, so a call uses the class's method of that time.
+        is_of_class: whether `inner` was the class's method; a call then uses the current method of
+            the class.
     """
 
     def __init__(self, name: str, inner: Forward, wrapper: Wrapper, kind: str) -> None:
@@ -57,7 +58,7 @@ class PatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner: Any = self.inner
         if self.is_of_class:
-            # Not by __get__, which Dynamo of torch 2.11 cannot follow.
+            # Not with __get__, which Dynamo of torch 2.11 cannot follow.
             inner = types.MethodType(type(inner.__self__).forward, inner.__self__)
         return self.run_with(self.name, inner, args, kwargs)
 
@@ -66,13 +67,13 @@ class PatchedForward:
         return PatchedForward(self.name, inner, self.run_with, self.kind)
 
     def notice(self, module: nn.Module, args: Any) -> None:
-        """Refuse, before each call, a `forward` that has replaced this one since.
+        """Check, before each call, that no other `forward` has replaced this one.
 
-        Fused kernels do that. The call has begun already, so it would run the new forward without
-        this patch: of a long sequence, all rows at once.
+        Fused kernels do that. The call has already started, so it would run the new forward without
+        this patch: for a long sequence, all rows at once.
 
         Raises:
-            ValueError: names the module, and the forward.
+            ValueError: one has; the error names the module and the forward.
         """
         if torch.compiler.is_compiling():
             return
@@ -82,30 +83,30 @@ class PatchedForward:
         if now is not None:
             name = getattr(now, "__qualname__", type(now).__name__)
             raise ValueError(
-                f"{self.name}: its forward was replaced by {name} after {self.kind}, so this call "
-                f"would run without it: replace it first, and call {self.kind} last (remove() of "
-                "its handle, then once more, does it here)"
+                f"{self.name}: {name} replaced its forward after {self.kind}, so {self.kind} would "
+                f"have no effect. Replace the forward first, then call {self.kind}; here, call "
+                f"remove() of its handle, and then {self.kind} again"
             )
         if not self.is_taken_out:
             self.is_taken_out = True
             log.warning(
-                "%s: its forward was taken out after %s, so this call runs without it: call "
-                "remove() of its handle instead",
+                "%s: its forward was removed after %s, so this call runs without the patch. To "
+                "remove a patch, call remove() of its handle",
                 *(self.name, self.kind),
             )
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
-            f"{self.name} has a {self.kind} patch, which cannot be pickled: call remove() of its "
-            "handle first, or save model.state_dict()"
+            f"{self.name} has a {self.kind} patch, which cannot be pickled. First call remove() of "
+            "its handle, or save model.state_dict()"
         )
 
 
 class Handle:
-    """Undoes a patch.
+    """The handle that undoes a patch.
 
     Attributes:
-        names: the modules that were patched.
+        names: the patched modules.
     """
 
     def __init__(self, modules: dict[str, nn.Module], patches: list[PatchedForward]) -> None:
@@ -114,17 +115,18 @@ class Handle:
         self._hooks = [module.register_forward_pre_hook(p.notice) for module, p in self._patched]
 
     def remove(self) -> None:
-        """Restore the modules' own `forward`. A second call does nothing; deep copies stay patched.
-        A `forward` that has replaced the patch stays.
+        """Restore the modules' own `forward`. A second call does nothing.
+
+        Deep copies stay patched. A `forward` that has replaced the patch is kept.
 
         Raises:
-            ValueError: a module was patched again since: remove the later patch first.
+            ValueError: a module was patched again later; remove the later patch first.
         """
         for name, (module, patch) in zip(self.names, self._patched, strict=False):
             now = vars(module).get("forward")
             if now is not patch and now is not None and _leads_to(now, patch, module):
                 raise ValueError(
-                    f"{name} was patched again after {patch.kind}: remove the later patch first"
+                    f"{name} was patched again after {patch.kind}. Remove the later patch first"
                 )
         for hook in self._hooks:
             hook.remove()
@@ -146,11 +148,12 @@ def recompute_(
     context_fn: Callable[[], Contexts] | None = None,
     generators: Iterable[Any] = (),
 ) -> Handle:
-    """Recompute the modules that match a pattern in backward, in place: see `recompute`.
+    """Patch all modules whose names match a pattern, so that backward recomputes them.
 
-    Ranks call it on their own, before or after wrapping in DDP, `fully_shard` or `torch.compile`;
-    with `fully_shard` of the same modules, the region is inside the unit. The names of parameters,
-    and so the state dict, do not change.
+    See `recompute`. The model is patched in place, before or after wrapping in DDP, `fully_shard`
+    or `torch.compile`; with `fully_shard` of the same modules, the region is inside the unit. No
+    coordination between ranks is needed. The names of parameters, and so the state dict, do not
+    change.
 
     Args:
         pattern: a name as in `named_modules`, in which `*` matches one part and `**` any number
@@ -161,9 +164,9 @@ def recompute_(
         A handle whose `remove()` restores the modules, and whose `names` lists them.
 
     Raises:
-        ValueError: no module matches, a module that matches is never called, or is recomputed
-            already.
-        TypeError: `recompute` takes no such option.
+        ValueError: no module matches, or a module that matches is never called or is already
+            recomputed.
+        TypeError: an option that `recompute` does not accept.
 
     Example::
 
@@ -176,7 +179,7 @@ def recompute_(
     options = RegionOptions(offload, context_fn, as_sources(generators))
     if offload is not None:
         options.leave_buffers_of(model)
-    # A transformers layer declares this for all modules in it.
+    # A transformers layer declares this for all its submodules.
     options.cache_readers = [name for name in modules if _is_in_cache_reader(model, name)]
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,14 +198,15 @@ def tile_(
     out_dims: Any = None,
     grad_dtype: torch.dtype | None = None,
 ) -> Handle:
-    """Tile the modules that match a pattern, in place: see `tile`.
+    """Patch all modules whose names match a pattern, so that they run in tiles.
 
-    Ranks call it on their own, before or after wrapping, like `recompute_`. With `fully_shard` of
-    the same modules the tiles run inside the unit, which gathers once for all tiles.
+    See `tile`. The model is patched in place, before or after wrapping, like with `recompute_`; no
+    coordination between ranks is needed. With `fully_shard` of the same modules, the tiles run
+    inside the unit, which gathers once for all tiles.
 
     Args:
         pattern: as in `recompute_`.
-        dim: the dim of the first argument and of all results that is tiled: -2 is the one before
+        dim: the dim of the first argument and of all results that is tiled; -2 is the dim before
             the features, whether the argument is [batch, tokens, width] or [tokens, width].
         in_dims, out_dims: as in `tile`, instead of `dim`.
         chunk_size, grad_dtype: as in `tile`.
@@ -211,8 +215,8 @@ def tile_(
         A handle whose `remove()` restores the modules, and whose `names` lists them.
 
     Raises:
-        ValueError, TypeError: no module matches, a module that matches is never called, or is tiled
-            already; `tile` takes no such option.
+        ValueError, TypeError: no module matches; a module that matches is never called or is
+            already tiled; an option that `tile` does not accept.
 
     Example::
 
@@ -225,7 +229,7 @@ def tile_(
     modules = _find_modules(model, pattern)
     check_dims("dim", dim)
     ins, outs = dim if in_dims is None else in_dims, dim if out_dims is None else out_dims
-    for name, module in modules.items():  # wrong options raise before a module is patched
+    for name, module in modules.items():  # wrong options must raise before a module is patched
         Tiled(module.forward, f"tile({name})", chunk_size, ins, outs, grad_dtype)
 
     def call(name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,7 +246,7 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
         while isinstance(inner, PatchedForward):
             if inner.kind == kind:
                 raise ValueError(
-                    f"{name} has a {kind} patch already: call remove() of its handle first"
+                    f"{name} already has a {kind} patch. Call remove() of its handle first"
                 )
             inner = inner.inner
     patches = [
@@ -254,10 +258,10 @@ def patch(modules: dict[str, nn.Module], wrapper: Wrapper, kind: str) -> Handle:
 
 
 def _leads_to(forward: Any, patch: PatchedForward, module: nn.Module) -> bool:
-    """Return whether a `forward` is seen to call a patch.
+    """Return True if a `forward` visibly calls a patch.
 
-    It may wrap the patch, hold it in a variable, or find it in an attribute of the module, where
-    Accelerate keeps it.
+    It may wrap the patch, hold it in a variable, or find it in an attribute of the module, as
+    Accelerate does.
     """
     waiting, seen = [forward, *filter(callable, vars(module).values())], set[int]()
     while waiting:
@@ -271,7 +275,7 @@ def _leads_to(forward: Any, patch: PatchedForward, module: nn.Module) -> bool:
 
 
 def _called_by(value: Any) -> Iterator[Any]:
-    """The functions that a function visibly refers to."""
+    """Yield the functions that a function visibly refers to."""
     yield getattr(value, "__wrapped__", None)
     if isinstance(value, PatchedForward):
         yield value.inner
@@ -289,11 +293,11 @@ def _called_by(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from cast("dict[Any, Any]", value).values()
     elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | types.ModuleType):
-        yield from vars(value).values()  # an object that calls what it was given
+        yield from vars(value).values()  # an object that calls its attributes
 
 
 def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Name -> module, for the modules that match the pattern.
+    """Map names to modules, for the modules that match the pattern.
 
     Raises:
         TypeError: no model, or no pattern.
@@ -307,27 +311,27 @@ def _find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     hits = {name: module for name, module in hits.items() if not is_wrapped(name, hits)}
     if not hits:
         raise ValueError(
-            f"{pattern!r} matches no module of {type(model).__name__}{near(pattern, list(known))}: "
-            "* matches one part of a name, ** any number of parts"
+            f"{pattern!r} matches no module of {type(model).__name__}{near(pattern, list(known))}. "
+            "In a pattern, * matches one part of a name, ** any number of parts"
         )
     called = {n: m for n, m in hits.items() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
     if not called:
         name, module = next(iter(hits.items()))
         raise ValueError(
-            f"{name} is a {type(module).__name__}, which is never called: did you mean {name}.*"
+            f"{name} is a {type(module).__name__}, which is never called. Did you mean {name}.*"
         )
     return called
 
 
 def _is_in_cache_reader(model: nn.Module, name: str) -> bool:
-    """Return whether a module, or one around it, reads a cache and writes nothing into it."""
+    """Return True if a module, or one that contains it, only reads its cache."""
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1))
     return any(getattr(part, "_can_checkpoint_with_cache", False) for part in around)
 
 
 def is_wrapped(name: str, names: Collection[str]) -> bool:
-    """Return whether the wrapper of a module matches too, so that one patch is enough."""
+    """Return True if the wrapper of a module matches too, so that one patch suffices."""
     outer, _, part = name.rpartition(".")
     return part in WRAPPERS and (outer in names or is_wrapped(outer, names))
 

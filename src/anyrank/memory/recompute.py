@@ -23,7 +23,7 @@ from anyrank.training.random_state.generators import Source
 
 T = TypeVar("T")
 
-# As keyword arguments they would go to the function, which may accept them silently.
+# As keyword arguments they would be passed to the function, which may silently accept them.
 TORCH_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check"})
 
 
@@ -36,46 +36,48 @@ def recompute(
     generators: Iterable[Any] = (),
     **kwargs: Any,
 ) -> T:
-    """Activation checkpointing: call `fn(*args, **kwargs)`, keep only its arguments for backward.
+    """Call `fn(*args, **kwargs)`, and keep only its arguments for backward, which runs it again.
 
-    Each backward pass runs `fn` again, up to the last tensor that backward needs: it is torch's
-    non-reentrant `checkpoint` around arguments that are saved once. Ranks call it on their own:
-    nothing is communicated. The call is recorded in the caller's graph, so DDP and FSDP2 see each
-    parameter once. Without gradients, and under torch.func's transforms, it is a plain call.
+    This is activation checkpointing. Each backward pass runs `fn` again, up to the last tensor that
+    backward needs, with torch's non-reentrant `checkpoint` around arguments that are saved once. No
+    coordination between ranks is needed. The call is recorded in the caller's graph, so DDP and
+    FSDP2 see each parameter once. Without gradients, and under torch.func's transforms, it is a
+    plain call.
 
-    The second run sees the same random state (of torch on the CPU, the accelerator and the devices
-    of all tensors among the arguments, and of the generators that are named), autocast and default
+    The second run sees the same random state (of torch on the CPU, of the accelerator and the
+    devices of all tensors among the arguments, and of `generators`), autocast settings and default
     device. Tensors in lists, tuples, dicts, types registered with pytree and `functools.partial`
-    are recomputed by an outer region and moved by an offload. Tensors in other containers, or
-    captured by the function, stay where they are. Objects of other classes are the same in both
-    runs: whatever the first run has put into them is taken out during the second. A cache of
-    transformers models is None in both, and `use_cache` False; a warning says so once.
+    are recomputed by an outer region and moved by an offload. Tensors in other containers, and
+    tensors that the function captures, are not. Objects of other classes are the same in both runs:
+    changes that the first run made to them are undone during the second. KV caches of transformers
+    models are replaced by None in both runs, and `use_cache` by False, with one warning.
 
-    Whatever `fn` captures must not change before its backward: a captured tensor, index, list or
-    flag with another value by then gives wrong gradients, without an error. Pass values that
-    change as arguments.
+    Nothing that `fn` captures may change before its backward: if a captured tensor, index, list or
+    flag has a different value by then, gradients are silently wrong. Pass values that change as
+    arguments.
 
     Args:
         fn: a function or module that does the same when called again: it changes no state that it
             reads, and no argument in place.
         offload: moves the arguments to host memory until backward.
-        context_fn: returns a context for the first run and one for the others, as
-            `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
+        context_fn: a function that returns two contexts, one for the first run and one for later
+            runs, such as `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
         generators: random generators (of torch, of numpy, `random.Random`) that `fn` uses, besides
-            those that are arguments; the modules `random` and `numpy.random` are their global ones.
+            those that are arguments; the modules `random` and `numpy.random` stand for their global
+            generators.
 
     Returns:
         The results of `fn`.
 
     Raises:
-        TypeError: `fn` is not a function, an option has another type, or is one of torch's
+        TypeError: `fn` is not a function; an option has the wrong type, or is an option of torch's
             `checkpoint` (`use_reentrant`).
-        RecomputeError: `fn` changed an argument or a parameter in place; a cache that is given
-            holds tokens already. From backward: an argument or a parameter was changed in between,
-            or a variable holds another module now.
-        torch.utils.checkpoint.CheckpointError: from backward: `fn` saved other tensors when called
-            again.
-        MemoryError: the system has no host memory for the offload.
+        RecomputeError: `fn` changed an argument or a parameter in place; a cache among the
+            arguments already contains tokens. From backward: an argument or a parameter was changed
+            after the call, or a variable now holds a different module.
+        torch.utils.checkpoint.CheckpointError: from backward: `fn` saved different tensors when
+            called again.
+        MemoryError: the system has too little host memory for the offload.
 
     Example::
 
@@ -87,8 +89,9 @@ def recompute(
     check_function("fn", fn, "a function or a module")
     if foreign := TORCH_OPTIONS.intersection(kwargs):
         raise TypeError(
-            f"{min(foreign)} is an option of torch's checkpoint: leave it out, because recompute "
-            "is never reentrant, sets random numbers back, and compares what the second run saves"
+            f"{min(foreign)} is an option of torch's checkpoint, not of recompute. Remove it: "
+            "recompute is never reentrant, restores random states, and checks what the second run "
+            "saves"
         )
     options = RegionOptions(offload, context_fn, as_sources(generators))
     if offload is not None and isinstance(fn, torch.nn.Module):
@@ -101,7 +104,7 @@ class RegionOptions:
     """The options of `recompute`, and two facts about modules.
 
     `holders` are the modules whose buffers an offload must not move; `cache_readers` are the
-    names of modules that only read the cache that they get.
+    names of modules that only read their cache.
     """
 
     offload: Offload | None
@@ -113,20 +116,23 @@ class RegionOptions:
     def __post_init__(self) -> None:
         offload: Any = self.offload
         if offload is not None and not isinstance(offload, Offload):
-            raise TypeError(f"offload={offload!r}: give an anyrank.Offload")
+            raise TypeError(
+                f"offload={offload!r}: expected an anyrank.Offload, got {type(offload).__name__}"
+            )
         if self.context_fn is not None and not callable(self.context_fn):
             raise TypeError(
-                f"context_fn={self.context_fn!r}: give a function that returns two contexts, as "
-                "create_selective_checkpoint_contexts of torch.utils.checkpoint does"
+                f"context_fn={self.context_fn!r}: expected a function that returns two contexts, "
+                "such as torch.utils.checkpoint.create_selective_checkpoint_contexts, got "
+                f"{type(self.context_fn).__name__}"
             )
 
     def leave_buffers_of(self, module: torch.nn.Module) -> None:
-        """Let an offload leave the buffers of a module and all in it on the device."""
+        """Let an offload keep the buffers of a module and its submodules on the device."""
         parts = module.modules()
         self.holders = [part for part in parts if any(True for _ in part.buffers(recurse=False))]
 
     def resident(self) -> set[int]:
-        """The ids of the storages of these buffers, as they are now."""
+        """Return the ids of the current storages of these buffers."""
         buffers = (buffer for part in self.holders for buffer in part.buffers(recurse=False))
         return {id(buffer.untyped_storage()) for buffer in buffers}
 
@@ -138,7 +144,7 @@ def run_region(
     label: str,
     options: RegionOptions,
 ) -> Any:
-    """`recompute`, with a label for messages."""
+    """Run `recompute` with a label for messages."""
     if not torch.compiler.is_compiling():
         return _run_eagerly(fn, args, kwargs, label, options)
     if options.offload is not None:  # its copies run between the compiled parts

@@ -1,6 +1,6 @@
 """One recomputed region: torch's checkpoint around inputs that are saved once.
 
-`torch.utils.checkpoint` gets a function without arguments. Its first run is the caller's call;
+`torch.utils.checkpoint` receives a function without arguments. Its first run is the caller's call;
 later runs call the function on the saved inputs. One autograd node saves all tensors of a call
 before the function runs, and the tiles of the call share it. So the saved-tensor hooks around a
 region see only its inputs, and an outer region that is recomputed for the inputs stops there: a
@@ -48,7 +48,7 @@ def record_region(
     """Run a function once, and again in backward.
 
     Args:
-        first_run: the caller's call. Not kept.
+        first_run: the caller's call; not kept.
         again: runs the function on the inputs' tensors, detached from the graph.
         inputs, ambient, used: the function's inputs, its random state and its modules.
         tile_index: the region's number among those that share the inputs.
@@ -80,9 +80,9 @@ def record_region(
 def _without_torchs_own() -> AbstractContextManager[Any]:
     """Hide from an outer region the empty tensor that torch 2.11 saves for each region.
 
-    Otherwise the outer region would be recomputed for it. Checkpoint's own hooks lie over these
-    while the function runs. Later versions save none, and from 2.14 warn of hooks around a
-    selective policy.
+    Otherwise the outer region would be recomputed for it. The hooks of checkpoint override these
+    while the function runs. Later versions save no such tensor, and from 2.14 warn about hooks
+    around a selective policy.
     """
     if not SAVES_ITS_OWN:
         return nullcontext()
@@ -94,7 +94,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Saves tensors for backward and computes nothing."""
+    """An autograd node that saves tensors for backward and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -126,13 +126,13 @@ class SavedInputs:
             self.restore = pack(call.tensors)
         else:
             anchor = torch.empty(0, device="cpu", requires_grad=True)
-            # The output keeps the node's tensors: before torch 2.13 its `grad_fn` alone does not.
+            # The output keeps the node's tensors; before torch 2.13 its `grad_fn` does not.
             saved: Any = _SaveInputs.apply(anchor, *call.tensors)
             self.restore = lambda: list(saved.grad_fn.saved_tensors)
         call.drop_tensors()
 
     def _changed(self) -> tuple[int, torch.Tensor] | None:
-        """The first tensor that was changed in place since the call, with its number, or None."""
+        """Return the number and tensor of the first in-place change since the call, or None."""
         for number, (alive, version) in enumerate(self.recorded):
             tensor = alive()
             if tensor is not None and version_of(tensor) != version:
@@ -140,30 +140,30 @@ class SavedInputs:
         return None
 
     def check_first_run(self) -> None:
-        """Refuse a function that has changed its arguments, because it cannot run twice.
+        """Check that the function, which must run twice, has not changed its arguments.
 
         Raises:
-            RecomputeError: names the argument.
+            RecomputeError: it has; the error names the argument.
         """
         if change := self._changed():
             raise RecomputeError(
-                f"{self.label} changes {self.call.tensor_name(change[0])} in place, and would "
-                "start from the changed values when it is recomputed: clone the argument inside, "
-                "or use the operation that returns a new tensor"
+                f"{self.label} modifies its argument {self.call.tensor_name(change[0])} in place, "
+                "so recomputation would start from the modified values. Clone the argument inside "
+                "the function, or use the out-of-place operation"
             )
 
     def take_for_tile(self, tile_index: int) -> list[torch.Tensor]:
-        """The tensors for a tile, detached from the graph, with `requires_grad` as before.
+        """Return the tensors for a tile, detached from the graph, with `requires_grad` as before.
 
-        They are shared until tile 0, which backward reaches last: saved tensors may be read only
-            once.
+        They are shared until tile 0, which backward reaches last, because saved tensors may be read
+        only once.
 
         Raises:
-            RecomputeError: a tensor was changed in place since.
+            RecomputeError: a tensor was changed in place after the call.
         """
         try:
             tensors = self.shared or self.restore()
-        except RuntimeError as error:  # autograd compares versions as well
+        except RuntimeError as error:  # autograd compares versions too
             if change := self._changed():
                 name = self.call.tensor_name(change[0])
                 how = f"{name}, {describe_tensor(change[1])}, was changed in place"
@@ -179,8 +179,8 @@ class SavedInputs:
 def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     """Keep torch.compile out of a function and everything that it calls.
 
-    A compiled model whose graph breaks at a region runs that part eagerly, and would compile the
-    small functions here one by one. Does not import the compiler.
+    A compiled model whose graph breaks at a region runs that part eagerly, and would compile each
+    small function here separately. Does not import the compiler.
     """
 
     @functools.wraps(fn)

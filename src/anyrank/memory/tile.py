@@ -30,6 +30,7 @@ from anyrank.memory.used_modules import UsedModules, used_modules
 from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.torch_classes import is_dtensor, is_fsdp2
 from anyrank.tensors.walk import walk
+from anyrank.wording import count
 
 
 def tile(
@@ -42,26 +43,26 @@ def tile(
 ) -> Callable[..., Any]:
     """Make a function that runs `fn` on tiles of its arguments and joins the results.
 
-    `fn` must be independent along the tiled dim, as an MLP is along the sequence: its result for
-    one row may not depend on other rows. Only the arguments of a call are kept for backward, which
-    runs `fn` again, tile by tile from the last to the first, so that one tile's intermediate
+    `fn` must be independent along the tiled dim, like an MLP along the sequence: its result for one
+    row must not depend on other rows. Only the arguments of a call are kept for backward, which
+    runs `fn` again, tile by tile from the last to the first, so that only one tile's intermediate
     tensors are alive at a time. Each tile is a region as in `recompute`, recorded in the caller's
     graph: each parameter gets one gradient, and each of its hooks fires once, under DDP and FSDP2
     too. Inside a recomputed block, `fn` still runs twice per tile, not three times.
 
-    Calls of at most `chunk_size` rows, and those under torch.func's transforms, are plain calls.
-    Without gradients the tiles are plain calls.
-    Ranks may have different numbers of tiles, unless `fn` runs collectives: then every rank must
-    call with the same number. That is checked where `fn` is a unit of FSDP2, or a module with units
-    in it; a function that calls one is not looked into. Put the tiles inside the unit, as `tile_`
-    does.
+    Calls with at most `chunk_size` rows, and calls under torch.func's transforms, are plain calls.
+    Without gradients the tiles are plain calls. Ranks may have different numbers of tiles, unless
+    `fn` runs collectives: then every rank must run the same number. That is checked if `fn` is an
+    FSDP2 unit or a module that contains one; it is not detected for a function that calls such a
+    unit. Put the tiles inside the unit, like `tile_`.
 
     Args:
-        chunk_size: rows per tile; the last may have fewer. Best equal on all ranks and steps.
+        chunk_size: rows per tile; the last may have fewer. Preferably the same on every rank and
+            step.
         in_dims: what is tiled: an int is the dim of the first argument (of all tensors in it), a
-            tuple has one entry for each positional argument, a dict those of arguments by name. An
-            entry is an int, None for an argument that is passed whole to each tile, or a nested
-            structure of them.
+            tuple has one entry for each positional argument, a dict maps names of arguments to
+            entries. An entry is an int, None for an argument that is passed whole to each tile, or
+            a nested structure of them.
         out_dims: the dim along which results are joined: an int for all results, or a structure
             like that of the results.
         grad_dtype: sum the weight gradients of the tiles in this dtype, and round once, at the
@@ -74,7 +75,7 @@ def tile(
     Raises:
         ValueError, TypeError: `chunk_size`, `in_dims`, `out_dims` or `grad_dtype` do not match the
             function or the call.
-        RankError: from a call, on all ranks of a sharded module: the ranks have different numbers
+        RankError: from a call, on every rank of a sharded module: the ranks have different numbers
             of tiles.
         RecomputeError: as for `recompute`.
 
@@ -119,9 +120,9 @@ class Tiled:
         self._uses = uses or self._arguments.fn
         if grad_dtype is not None and not used_modules(self._uses, self._arguments.values()):
             raise TypeError(
-                "grad_dtype needs the parameters of a module, and none was found in "
-                f"{function_name(self._uses)}: pass the module, or a function that captures it, or "
-                "leave grad_dtype out"
+                "grad_dtype= needs the parameters of a module, but none was found in "
+                f"{function_name(self._uses)}. Pass the module, or a function that captures it, or "
+                "remove grad_dtype="
             )
         self._chunk_size = chunk_size
         self._out_dims = out_dims
@@ -154,7 +155,7 @@ class Tiled:
 
     @uncompiled
     def _record(self, call: Call, tiling: Tiling, joined: JoinedResults) -> None:
-        """Record each tile as a region. All share one set of inputs."""
+        """Record each tile as a region. All regions share one set of inputs."""
         sources = (source_of(leaf) for leaf in call.leaves)
         generators = [source for source in sources if source is not None]
         ambient = Ambient({tensor.device for tensor in call.tensors}, generators)
@@ -198,8 +199,8 @@ class Tiled:
 
     def _changes(self, what: str) -> RecomputeError:
         return RecomputeError(
-            f"{self._label} changes {what} in place: clone the argument inside, or use the "
-            "operation that returns a new tensor"
+            f"{self._label} modifies {what} in place. Clone the argument inside the function, or "
+            "use the out-of-place operation"
         )
 
 
@@ -208,7 +209,7 @@ def _versions_of(leaves: list[Any]) -> list[int]:
 
 
 def _cut_tile(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
-    """The leaves of tile `k`; sets each of `chains` to the tensor to cut the next tile from."""
+    """Return the leaves of tile `k`; set each of `chains` to the source of the next tile."""
     leaves = list(chains)
     for n, dim in enumerate(tiling.dims):
         if dim is not None:
@@ -221,7 +222,7 @@ def _cut_tile(chains: list[Any], tiling: Tiling, k: int) -> list[Any]:
 def _run_again(call: Call, tiling: Tiling, k: int, tensors: Sequence[torch.Tensor]) -> Any:
     leaves = tiling.tile(k, call.filled(tensors))
     for n, dim in enumerate(tiling.dims):
-        if dim is not None:  # a leaf, as in the first run it is not a view of a leaf
+        if dim is not None:  # a leaf here; in the first run it is not a view of a leaf
             leaves[n] = leaves[n].detach().requires_grad_(leaves[n].requires_grad)
     return call.run(leaves)
 
@@ -230,9 +231,9 @@ def _run_again(call: Call, tiling: Tiling, k: int, tensors: Sequence[torch.Tenso
 
 
 def _called_units(fn: Callable[..., Any]) -> list[nn.Module]:
-    """The FSDP2 units that a module calls, apart from the unit whose own forward is tiled.
+    """Return the FSDP2 units that a module calls, except the unit whose own forward is tiled.
 
-    That one is gathered already. A function that is not a module is not inspected.
+    That one is already gathered. A function that is not a module is not inspected.
     """
     module = find_module(fn)
     if module is None:
@@ -244,13 +245,12 @@ def _called_units(fn: Callable[..., Any]) -> list[nn.Module]:
 def _check_tile_counts(fn: Callable[..., Any], number: int, label: str) -> None:
     """Compare the number of tiles on the ranks over which FSDP2 shards units that `fn` calls.
 
-    Each tile gathers these units; with different numbers the ranks would wait for each other
-    forever.
+    Each tile gathers these units, so with different numbers the ranks would hang.
 
-    All ranks of the units' mesh must call, every time: a rank that skipped the comparison because
-    its own number did not change would let the others wait. The comparison runs on the CPU where
-    the mesh's groups have a CPU backend, as those of `init_process_group()` without arguments have;
-    else it synchronizes with the device.
+    Collective: every rank of the units' mesh must call it every time. If a rank skipped the
+    comparison because its own number did not change, the other ranks would wait. The comparison
+    runs on the CPU if the mesh's groups have a CPU backend, such as those of `init_process_group()`
+    without arguments; otherwise it synchronizes with the device.
 
     Raises:
         RankError: the numbers differ.
@@ -273,20 +273,20 @@ def _check_tile_counts(fn: Callable[..., Any], number: int, label: str) -> None:
         smallest = -minus_smallest
         if largest != smallest:
             raise RankError(
-                f"{label}: this rank has {number} tiles, and the ranks that share its sharded "
-                f"parameters have between {smallest} and {largest}: each tile gathers the "
-                "parameters, so the numbers must be equal. Put the tiles inside the sharded unit "
-                "(tile_ of the same module, or fully_shard of the module that calls it), or pad "
-                "the input"
+                f"{label}: this rank has {count(number, 'tile')}, but the ranks that share its "
+                f"sharded parameters have between {smallest} and {largest}. Each tile gathers the "
+                "parameters, so every rank must run the same number of tiles. Put the tiles inside "
+                "the sharded unit (tile_ of the same module, or fully_shard of the module that "
+                "calls it), or pad the input"
             )
 
 
 def _check_side_results(modules: Iterable[nn.Module], label: str) -> None:
-    """Refuse, after the first tile, a function that leaves tensors outside of its results.
+    """Check, after the first tile, that the function stores no tensors outside its results.
 
     Raises:
-        ValueError: an attribute of a module holds a tensor with a graph. Only the last tile's would
-            be kept.
+        ValueError: an attribute of a module holds a tensor with a graph; only the last tile's
+            would survive.
     """
     seen = set[nn.Module]()
     for top in modules:
@@ -303,7 +303,7 @@ def _check_attribute(module: nn.Module, name: str, key: str, label: str) -> None
         return
     attribute = f"{name}.{key}".removeprefix(".")
     raise ValueError(
-        f"{label}: each tile leaves a tensor with a gradient in the attribute {attribute}, where "
-        "only the last tile's is kept: return the tensor as a result, tile an inner module that "
-        "leaves none (the experts, not their router), or use recompute"
+        f"{label}: each tile stores a tensor with a gradient in the attribute {attribute}, and "
+        "only the last one survives. Return the tensor as a result, tile an inner module that "
+        "stores none (the experts, not their router), or use recompute"
     )

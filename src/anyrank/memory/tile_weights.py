@@ -25,7 +25,9 @@ from torch.func import functional_call
 def check_grad_dtype(dtype: Any) -> None:
     """Raise TypeError if this is not a dtype for gradients."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"grad_dtype={dtype!r}: give a floating torch.dtype, as torch.float32")
+        raise TypeError(
+            f"grad_dtype={dtype!r}: expected a floating-point torch.dtype, such as torch.float32"
+        )
 
 
 class _WideSum:
@@ -40,7 +42,7 @@ class _WideSum:
             self.total = grad.to(self.dtype, copy=True)
         elif (
             torch.is_grad_enabled()
-        ):  # this pass is itself differentiated: nothing may change in place
+        ):  # this pass is itself differentiated, so nothing may change in place
             self.total = self.total + grad
         else:
             self.total += grad
@@ -81,7 +83,7 @@ class WideWeights:
     Args:
         modules: the modules whose parameters get stand-ins.
         forward: the function that runs them: a module's own forward, which `tile_` may have
-            wrapped, or any other.
+            wrapped, or any other function.
         dtype: the dtype of the sums.
     """
 
@@ -103,7 +105,7 @@ class WideWeights:
         return functional_call(self.body, self.next(first), args, kwargs)
 
     def next(self, first: bool) -> dict[str, torch.Tensor]:
-        """The stand-ins for the next tile."""
+        """Return the stand-ins for the next tile."""
         stand_ins: dict[str, torch.Tensor] = {}
         next_weights: dict[str, torch.Tensor] = {}
         for name, weight in self.current.items():
@@ -126,7 +128,7 @@ class _Body(nn.Module):
 
 
 class _OwnGradient(torch.autograd.Function):
-    """(weight) -> weight. Its gradient is a tensor that nothing else refers to."""
+    """(weight) -> weight. Its gradient is a tensor that nothing else references."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -142,7 +144,7 @@ class _OwnGradient(torch.autograd.Function):
 def with_own_gradients(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a function of one module, so that autograd can add to its weights' gradients in place."""
+    """Run a function of one module so that autograd can add to its weights' gradients in place."""
     body = _Body([module], forward)
     weights = {
         name: _OwnGradient.apply(parameter)

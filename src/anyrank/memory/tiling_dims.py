@@ -1,4 +1,4 @@
-"""Cuts a call into tiles along dims, and joins the tiles' results.
+"""Cut a call into tiles along dims, and join the tiles' results.
 
 Cutting with `split` and joining with `cat` would each hold a second tensor of full size. Instead,
 two autograd functions pass one tensor from tile to tile: `TakeTile` returns one tile of the input,
@@ -17,7 +17,7 @@ import torch
 from anyrank.memory.call import Call, flatten, unflatten, unwrap
 from anyrank.tensors.torch_classes import is_dtensor
 
-Dims = list[int | None]  # an entry for each leaf
+Dims = list[int | None]  # one entry per leaf
 
 
 class Tiling:
@@ -25,7 +25,7 @@ class Tiling:
 
     Attributes:
         dims: for each leaf the dim along which it is tiled, or None.
-        size: number of rows of the whole.
+        size: total number of rows.
         starts: first row of each tile.
     """
 
@@ -38,9 +38,9 @@ class Tiling:
                 continue
             if is_dtensor(leaf):
                 raise ValueError(
-                    f"{label}: {call.name(n)} is a DTensor, {leaf.placements} on "
-                    f"{leaf.device_mesh}, and only plain tensors can be tiled: tile an "
-                    "inner module, which gets plain tensors, or pass to_local() or full_tensor()"
+                    f"{label}: {call.name(n)} is a DTensor ({leaf.placements} on "
+                    f"{leaf.device_mesh}), but only plain tensors can be tiled. Tile an inner "
+                    "module, which gets plain tensors, or pass to_local() or full_tensor()"
                 )
             self.dims.append(_nonnegative_dim(dim, leaf, f"{label}: {call.name(n)}"))
             sizes[n] = leaf.shape[dim]
@@ -49,19 +49,19 @@ class Tiling:
         if len(set(sizes.values())) > 1:
             counts = ", ".join(f"{call.name(n)} has {size}" for n, size in sizes.items())
             raise ValueError(
-                f"{label}: tiled arguments must have the same number of rows, but {counts}: give "
-                "None in in_dims for arguments that are passed whole"
+                f"{label}: tiled arguments must have the same number of rows, but {counts}. Set "
+                "None in in_dims for arguments to pass whole"
             )
         self.size = next(iter(sizes.values()))
         self.chunk_size = chunk_size
         self.starts = list(range(0, self.size, chunk_size)) or [0]
 
     def length(self, k: int) -> int:
-        """Rows of tile `k`."""
+        """Return the number of rows of tile `k`."""
         return min(self.chunk_size, self.size - self.starts[k])
 
     def tile(self, k: int, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of tile `k`."""
+        """Return the leaves of tile `k`."""
         return [
             leaf if dim is None else _take_rows(leaf, dim, self.starts[k], self.length(k))
             for leaf, dim in zip(leaves, self.dims, strict=True)
@@ -70,16 +70,16 @@ class Tiling:
 
 def _nonnegative_dim(dim: Any, tensor: torch.Tensor, where: str) -> int:
     if not isinstance(dim, int):
-        raise TypeError(f"{where}: a dim is an int or None, not {dim!r}")
+        raise TypeError(f"{where}: expected a dim (an int or None), got {dim!r}")
     if not -tensor.ndim <= dim < tensor.ndim:
-        raise ValueError(f"{where}: there is no dim {dim} in {list(tensor.shape)}")
+        raise ValueError(f"{where}: dim {dim} does not exist in the shape {list(tensor.shape)}")
     return dim % tensor.ndim
 
 
 def _expand_dims(dims: Any, value: Any, where: str) -> Dims:
-    """The dims of a value's leaves.
+    """Return the dims of a value's leaves.
 
-    An int or None applies to all leaves; a list, tuple or dict has an entry for each part.
+    An int or None applies to all leaves; a list, tuple or dict has one entry per part.
     """
     if dims is None or isinstance(dims, int):
         return [dims] * len(flatten(value)[0])
@@ -104,15 +104,17 @@ def check_dims(name: str, dims: Any) -> None:
     """Raise TypeError if an entry is not a dim."""
     for dim in flatten(dims)[0]:
         if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
-            raise TypeError(f"{name}={dims!r}: a dim is an int or None, not {dim!r}")
+            raise TypeError(f"{name}={dims!r}: expected dims (an int or None), got {dim!r}")
 
 
 def check_chunk_size(chunk_size: Any, unit: str) -> None:
     """Raise TypeError or ValueError if this is not the size of a tile."""
     if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__"):
-        raise TypeError(f"chunk_size={chunk_size!r}: give an int")
+        raise TypeError(
+            f"chunk_size={chunk_size!r}: expected an int, got {type(chunk_size).__name__}"
+        )
     if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: give at least 1 {unit}")
+        raise ValueError(f"chunk_size={chunk_size}: must be at least 1 {unit}")
 
 
 class TiledArguments:
@@ -124,7 +126,10 @@ class TiledArguments:
 
     def __init__(self, fn: Callable[..., Any], in_dims: Any, label: str) -> None:
         if isinstance(in_dims, bool) or not isinstance(in_dims, int | tuple | dict):
-            raise TypeError(f"in_dims={in_dims!r}: give an int, a tuple or a dict of names")
+            raise TypeError(
+                f"in_dims={in_dims!r}: expected an int, a tuple or a dict of names, got "
+                f"{type(in_dims).__name__}"
+            )
         check_dims("in_dims", in_dims)
         self.fn, self.args, self.kwargs = unwrap(fn, (), {})
         self.in_dims: Any = in_dims
@@ -135,11 +140,11 @@ class TiledArguments:
             self.check_names(cast("dict[str, Any]", in_dims))
 
     def values(self) -> list[Any]:
-        """The arguments that a `functools.partial` gave."""
+        """Return the arguments in the `functools.partial`."""
         return [*self.args, *self.kwargs.values()]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Dims]:
-        """The call, and the dims of its leaves."""
+        """Return the call, and the dims of its leaves."""
         positional, named = self.entries(args, kwargs)
         positional = [None] * len(self.args) + positional
         args, kwargs = (*self.args, *args), {**self.kwargs, **kwargs}
@@ -155,13 +160,13 @@ class TiledArguments:
     def entries(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The entries of `in_dims` for positional and for keyword arguments."""
+        """Return the entries of `in_dims` for positional and for keyword arguments."""
         if isinstance(self.in_dims, tuple):
             entries: tuple[Any, ...] = cast("tuple[Any, ...]", self.in_dims)
             if len(entries) != len(args):
                 raise ValueError(
-                    f"{self.label}: in_dims has {len(entries)} entries for {len(args)} positional "
-                    "arguments: use a dict for keyword arguments"
+                    f"{self.label}: in_dims= has {len(entries)} entries, but the call has "
+                    f"{len(args)} positional arguments. For keyword arguments, pass a dict"
                 )
             return list(entries), {}
         if isinstance(self.in_dims, int):
@@ -171,7 +176,7 @@ class TiledArguments:
         return self.by_name(args, kwargs)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """The parameters of the function that a `functools.partial` has not filled."""
+        """Return the parameters of the function that a `functools.partial` has not filled."""
         forward: Any = getattr(self.fn, "forward", self.fn)
         return list(inspect.signature(forward).parameters.values())[len(self.args) :]
 
@@ -180,7 +185,7 @@ class TiledArguments:
         known = [p.name for p in self.parameters()]
         if unknown := set(names) - {*known, *others}:
             raise ValueError(
-                f"{self.label}: in_dims names {sorted(unknown)}, and the arguments are "
+                f"{self.label}: in_dims= names {sorted(unknown)}, but the arguments are "
                 f"{', '.join(known)}"
             )
 
@@ -195,10 +200,10 @@ class TiledArguments:
 
 
 class JoinedResults:
-    """The results of the tiles, each written into a tensor of full size at once.
+    """The results of the tiles, each written at once into a tensor of full size.
 
     Raises:
-        ValueError: from `add`: a result does not match `out_dims` or the first tile's.
+        ValueError: from `add`: a result does not match `out_dims`, or that of the first tile.
     """
 
     def __init__(self, out_dims: Any, tiling: Tiling, label: str) -> None:
@@ -231,8 +236,8 @@ class JoinedResults:
                 continue
             if dim is None:
                 raise ValueError(
-                    f"{self.label}: a result {list(leaf.shape)} has None in out_dims: give the dim "
-                    "along which the tiles' results are joined"
+                    f"{self.label}: a result of shape {list(leaf.shape)} has None in out_dims. Set "
+                    "the dim along which the tiles' results are joined"
                 )
             dim = _nonnegative_dim(dim, leaf, f"{self.label}: a result")
             shape = [*leaf.shape[:dim], self.tiling.size, *leaf.shape[dim + 1 :]]
@@ -244,13 +249,13 @@ class JoinedResults:
             differs = isinstance(leaf, torch.Tensor) or bool(leaf != first)
         except RuntimeError as error:  # == on a container compares its tensors
             raise ValueError(
-                f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined: "
-                "return a tensor, or a tuple, list or dict of them"
+                f"{self.label}: returns a {type(leaf).__name__}, whose tensors cannot be joined. "
+                "Return a tensor, or a tuple, list or dict of tensors"
             ) from error
         if differs:
             raise ValueError(
-                f"{self.label}: tile {k} returns {leaf!r}, and tile 0 {first!r} in its place: "
-                "results that are not tensors must be equal for all tiles"
+                f"{self.label}: tile {k} returns {leaf!r}, but tile 0 returned {first!r} in its "
+                "place. Results that are not tensors must be equal for all tiles"
             )
 
     def check_rows(self, k: int, leaf: Any, dim: int, whole: torch.Tensor) -> None:
@@ -259,19 +264,19 @@ class JoinedResults:
         shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
         if isinstance(leaf, torch.Tensor) and shape == expected and leaf.dtype != whole.dtype:
             raise ValueError(
-                f"{self.label}: tile {k} returns {leaf.dtype}, and tile 0 {whole.dtype} in its "
+                f"{self.label}: tile {k} returns {leaf.dtype}, but tile 0 {whole.dtype} in its "
                 "place"
             )
         if shape != expected:
             raise ValueError(
-                f"{self.label}: tile {k} returns {shape}, expected {expected}: its "
+                f"{self.label}: tile {k} returns shape {shape}, expected {expected}: its "
                 f"{self.tiling.length(k)} rows in dim {dim} (out_dims), and the other dims as in "
-                "tile 0 (a result that is sharded over the ranks, as sequence parallel layers "
-                "return it, cannot be joined)"
+                "tile 0. (A result that is sharded over the ranks, such as that of sequence "
+                "parallel layers, cannot be joined.)"
             )
 
     def cat(self, parts: list[Any]) -> Any:
-        """Join all results at once, by operations that torch.compile supports."""
+        """Join all results at once, with operations that torch.compile supports."""
         flat = [flatten(part)[0] for part in parts]
         dims = _expand_dims(self.out_dims, parts[0], self.label)
         joined = [
@@ -303,7 +308,7 @@ class TakeTile(torch.autograd.Function):
         if tile is None and rest is None:
             return None, None, None, None
         shape, dtype, device = ctx.like
-        if rest is None:  # the last tile that has a gradient: later tiles have none
+        if rest is None:  # the last tile that has a gradient; later tiles have none
             rest = torch.empty(shape, dtype=dtype, device=device)
             end = start + length
             rest.narrow(dim, end, shape[dim] - end).zero_()
@@ -328,11 +333,11 @@ class PlaceTile(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         (grad,) = grads
-        # Returned whole, because each earlier link uses its own rows only.
+        # Returned whole, because each earlier link uses only its own rows.
         return grad, None if grad is None else _take_rows(grad, *ctx.cut), None, None
 
 
 def _take_rows(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    """A tile of a tensor, contiguous if the tensor is: a function may call `view` on it."""
+    """Return a tile of a tensor, contiguous if the tensor is, because functions may call `view`."""
     rows = tensor.narrow(dim, start, length)
     return rows.contiguous() if tensor.is_contiguous() else rows

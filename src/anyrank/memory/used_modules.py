@@ -1,8 +1,8 @@
 """The modules of a recomputed function, and their tensors that must not change before backward.
 
 A recomputed function reads its weights a second time, so they must have the values of the first
-run: a change in between raises. Small buffers are kept by value instead: an update by the function
-(batch norm) counts once, and updates in between do no harm.
+run: a change in between raises an error. Small buffers are kept by value instead: an update by the
+function (batch norm) counts once, and updates in between do no harm.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ KEPT_BYTES = 64 << 10  # the largest buffer that is kept by value
 
 
 def used_modules(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.Module]:
-    """The modules that a function is, is a method of, captures or gets as an argument.
+    """Return the modules that a function is, is a method of, captures or gets as an argument.
 
-    Modules in a captured list, tuple, dict or object are found too, and whatever a captured
-    function captures; nothing further inside.
+    Modules in a captured list, tuple, dict or object, and modules that a captured function
+    captures, are found too; nothing deeper is.
     """
     modules = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module))
     if (owner := find_module(fn)) is not None:
@@ -43,7 +43,7 @@ def used_modules(fn: Callable[..., Any], leaves: Iterable[Any] = ()) -> list[nn.
 
 
 def _variables(fn: Any) -> dict[str, Any]:
-    """The variables of other scopes that a Python function names, and its defaults."""
+    """Return the variables of outer scopes that a Python function uses, and its defaults."""
     fn = inspect.unwrap(fn) if hasattr(fn, "__wrapped__") else fn
     fn = getattr(fn, "__func__", fn)
     if not isinstance(fn, types.FunctionType):
@@ -68,7 +68,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 class _Weight(NamedTuple):
-    """A parameter or a large buffer of a module, as it was when the function was called."""
+    """A parameter or a large buffer of a module at the time of the call."""
 
     module: nn.Module
     key: str
@@ -85,7 +85,7 @@ class _Weight(NamedTuple):
         return version_of(self.tensor) != self.version
 
     def is_replaced(self) -> bool:
-        """Return whether the module holds other values now; FSDP2's own relayout does not count."""
+        """Return True if the module now holds a different tensor; FSDP2's resharding is none."""
         now = getattr(self.module, self.key, None)
         if not isinstance(now, torch.Tensor) or now is self.tensor:
             return False
@@ -95,7 +95,7 @@ class _Weight(NamedTuple):
 
 
 class UsedModules:
-    """The modules of one call, from before its first run.
+    """The modules of one call, recorded before its first run.
 
     Args:
         fn: the function, without any `functools.partial`.
@@ -109,8 +109,7 @@ class UsedModules:
         self.modules = used_modules(fn, leaves)
         self.weights: list[_Weight] = []
         self.buffers: list[tuple[nn.Module, str]] = []
-        # A module's forward uses all of the module. A function may use only a part of another
-        # module.
+        # A module's forward uses all of the module. A function may use only a part of a module.
         whole = find_module(fn) is not None and getattr(fn, "__name__", "forward") == "forward"
         seen = set[nn.Module]()
         for top in self.modules:
@@ -135,7 +134,7 @@ class UsedModules:
         self.weights.append(_Weight(module, key, prefix + key, tensor, version, is_read))
 
     def _captured(self) -> dict[str, nn.Module]:
-        """The captured variables that hold modules."""
+        """Return the captured variables that hold modules."""
         variables = _variables(self.fn).items()
         return {name: value for name, value in variables if isinstance(value, nn.Module)}
 
@@ -143,36 +142,36 @@ class UsedModules:
         """Check the weights after the first run.
 
         Raises:
-            RecomputeError: the function has changed a weight of its own.
+            RecomputeError: the function has changed its own weight.
         """
         for weight in self.weights:
             if weight.is_changed():
                 raise RecomputeError(
-                    f"{self.label}: {weight} was changed in place by the function itself, as "
-                    "nn.Embedding(max_norm=) does, and the recomputation would begin with the "
-                    "changed values: leave the module that does it out of recompute and tile"
+                    f"{self.label}: {weight} was changed in place by the function itself (such as "
+                    "by nn.Embedding(max_norm=)), so recomputation would start from the changed "
+                    "values. Do not recompute or tile the module that does it"
                 )
 
     def values(self) -> list[torch.Tensor]:
-        """Copies of the small buffers."""
+        """Return copies of the small buffers."""
         return [getattr(module, key).detach().clone() for module, key in self.buffers]
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the function runs again, on the weights of its first run.
+        """Return a context in which the function runs again, on the weights of its first run.
 
         Raises:
             RecomputeError: a weight that the function reads was changed, or replaced.
         """
         for name, now in self._captured().items() if self.variables else ():
             if self.variables.get(name, now) is not now:
-                how = f"variable {name} was assigned another module, as by the next turn of a loop,"
-                raise changed_error(self.label, how)
+                how = f"variable {name} was assigned a different module (such as by a loop)"
+                raise changed_error(self.label, how, f"pass {name} as an argument")
         changed: list[_Weight] = []
         for weight in self.weights:
             if weight.is_replaced():
                 raise RecomputeError(
-                    f"{self.label}: {weight} is another tensor now than in the forward pass, as "
-                    "after torch.func.functional_call: pass weights that change as arguments"
+                    f"{self.label}: {weight} is not the tensor of the forward pass (such as after "
+                    "torch.func.functional_call). Pass weights that change as arguments"
                 )
             if weight.is_changed():
                 changed.append(weight)
@@ -182,7 +181,7 @@ class UsedModules:
 
     @contextlib.contextmanager
     def _refused(self, changed: list[_Weight]) -> Generator[None]:
-        """A context in which a call of a module with a changed weight raises RecomputeError."""
+        """Return a context in which calling a module with a changed weight raises an error."""
 
         def refuse(module: nn.Module, args: Any) -> None:
             parts = set(module.modules())
@@ -197,11 +196,11 @@ class UsedModules:
             handle.remove()
 
     def restored(self, values: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """A context in which the function runs again, with its small buffers at these values.
+        """Return a context in which the function runs again with these values of small buffers.
 
-        The function works on copies; afterwards the original buffers, untouched, are back, because
+        The function works on copies. Afterwards the original buffers are back, unchanged, because
         autograd may have saved them. A buffer whose size has changed, such as a growing table,
-        stays.
+        is not replaced.
         """
         return self._restored(values) if values else contextlib.nullcontext()
 
@@ -222,9 +221,15 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def changed_error(label: str, how: str) -> RecomputeError:
-    """The error for a value that differs from the first run's."""
+def changed_error(label: str, how: str, alternative: str = "write to a clone") -> RecomputeError:
+    """Return the error for a value that has changed since the first run.
+
+    Args:
+        label: the call.
+        how: what has changed, as a clause.
+        alternative: what the user can do other than run backward first.
+    """
     return RecomputeError(
-        f"{label}: {how} between forward and backward, and the recomputation would see different "
-        "values: run backward first (before an optimizer step or a load), or write to a clone"
+        f"{label}: {how} between forward and backward, so recomputation would use different "
+        f"values. Run backward first (before an optimizer step or a load), or {alternative}"
     )

@@ -1,8 +1,8 @@
-"""Arguments that a function writes into: the second run finds them as the first one did.
+"""Arguments that a function writes into: both runs start with the same contents.
 
-Lists, dicts and everything else that pytree knows are saved with their tensors. Any other object,
-such as a cache with a class of its own, is the same object in both runs: what the first run put
-into it is taken out while the function runs again, and put back.
+Lists, dicts and all other types that pytree knows are saved with their tensors. Any other object,
+such as a cache with its own class, is the same object in both runs: changes of the first run are
+undone while the function runs again, and then restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("anyrank.memory")
 
 DEPTH = 6  # a cache of caches of layers
 MOST = 4096  # objects that are inspected in one argument
-# Types without contents that a function would write: most arguments.
+# Types without contents that a function could change: most arguments.
 PLAIN = (
     *(torch.Tensor, nn.Module, torch.dtype, torch.device, torch.Generator),
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType),
@@ -35,7 +35,7 @@ Contents = dict[Any, Any] | list[Any]
 
 
 class WrittenArguments:
-    """The objects among a call's arguments, from before its first run."""
+    """The objects among a call's arguments, recorded before its first run."""
 
     def __init__(self, call: Call, label: str) -> None:
         self.fn, self.label = call.fn, label
@@ -58,17 +58,17 @@ class WrittenArguments:
         ]
 
     def end_first_run(self) -> None:
-        """After the first run: keep the former contents of everything that it changed.
+        """Keep the former contents of all objects that the first run changed.
 
         Raises:
-            RecomputeError: it has changed a tensor in place, which cannot be undone.
+            RecomputeError: it changed a tensor in place, which cannot be undone.
         """
         for name, tensor, version in self.versions:
             if version_of(tensor) != version:
                 raise RecomputeError(
-                    f"{self.label} changes {name} in place, and would start from the changed "
-                    "values when it is recomputed: let it put a new tensor there, give no cache "
-                    "(use_cache=False), or leave it out of recompute"
+                    f"{self.label} modifies {name} in place, so recomputation would start from the "
+                    "modified values. Store a new tensor there, pass no cache (use_cache=False), "
+                    "or do not recompute it"
                 )
         self.versions = []
         self.containers = [
@@ -81,7 +81,7 @@ class WrittenArguments:
                 _tell_once(function_name(self.fn), name)
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the function runs again, with the objects as they were at the call."""
+        """Return a context in which the objects have their contents at the call."""
         return self._restored() if self.containers else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -99,14 +99,14 @@ class WrittenArguments:
 @functools.lru_cache(maxsize=64)
 def _tell_once(function: str, name: str) -> None:
     log.warning(
-        "%s, which is recomputed, writes tensors into %s: they stay in memory as long as that does",
+        "%s, which is recomputed, stores tensors in %s; they stay in memory as long as it does",
         function,
         name,
     )
 
 
 def _containers_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object and the containers and objects in it, each as a user would write it."""
+    """Yield an object, and the containers and objects in it, with the way a user would write it."""
     waiting, seen = [("", value, 0)], set[int]()
     while waiting and len(seen) < MOST:
         where, part, depth = waiting.pop()
@@ -119,7 +119,7 @@ def _containers_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(container: Any) -> Contents:
-    """The contents of a container now, or the attributes of an object."""
+    """Return the current contents of a container, or the attributes of an object."""
     if isinstance(container, dict):
         return dict(cast("dict[Any, Any]", container))
     if isinstance(container, list | tuple | set | frozenset | deque):
@@ -130,7 +130,7 @@ def _contents(container: Any) -> Contents:
 
 
 def _named(where: str, container: Any, contents: Contents) -> Iterator[tuple[str, Any]]:
-    """The contents of a container, each with the expression a user would write."""
+    """Yield the contents of a container, each as a user would write it."""
     is_object = isinstance(contents, dict) and not isinstance(container, dict)
     for key, value in contents.items() if isinstance(contents, dict) else enumerate(contents):
         yield f"{where}.{key}" if is_object else f"{where}[{key!r}]", value
@@ -146,16 +146,16 @@ def _values(contents: Contents) -> Iterable[Any]:
 
 
 def _is_same(before: Contents, after: Contents) -> bool:
-    """Return whether the contents are the same objects under the same names."""
+    """Return True if the contents are the same objects under the same names."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(before[k] is after[k] for k in before)
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
 def _put(container: Any, contents: Contents) -> None:
-    """Give a container these contents, or an object these attributes.
+    """Set the contents of a container, or the attributes of an object.
 
-    Entries that are the same stay in place, because another thread may be reading.
+    Unchanged entries stay in place, because a different thread may read them.
     """
     if isinstance(contents, dict):
         now = _contents(container)

@@ -104,7 +104,9 @@ def test_other_weights_under_functional_call_are_refused(kind: str) -> None:
         anyrank.tile_(net, "0", chunk_size=2, grad_dtype=D if kind == "wide tile_" else None)
     fast: dict[str, Any] = {n: p - 0.5 * p.sin() for n, p in net.named_parameters()}
     loss = torch.func.functional_call(net, fast, (x,)).sum()
-    with pytest.raises(anyrank.RecomputeError, match=r"weight, .* is another tensor now"):
+    with pytest.raises(
+        anyrank.RecomputeError, match=r"weight, .* is not the tensor of the forward pass"
+    ):
         loss.backward()
 
 
@@ -298,7 +300,9 @@ def test_another_module_in_a_loops_variable_is_refused(what: str) -> None:
                 return h + layer(h).sin()  # noqa: B023
 
             x = anyrank.recompute(block, x)
-    with pytest.raises(anyrank.RecomputeError, match="variable layer was assigned another module"):
+    with pytest.raises(
+        anyrank.RecomputeError, match="variable layer was assigned a different module"
+    ):
         x.sum().backward()
 
 
@@ -311,7 +315,9 @@ def test_what_has_no_shape_yet_is_recomputed() -> None:
 
 def test_a_module_that_changes_its_own_parameter_is_named() -> None:
     embedding = nn.Embedding(5, 3, max_norm=0.5)
-    with pytest.raises(anyrank.RecomputeError, match=r"weight, .* by the function itself, as nn"):
+    with pytest.raises(
+        anyrank.RecomputeError, match=r"weight, .* by the function itself \(such as by nn"
+    ):
         anyrank.recompute(embedding, torch.tensor([1, 1, 2]))
 
 
