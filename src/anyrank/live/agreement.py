@@ -96,7 +96,7 @@ class KeptPlan:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AgreedSync:
     """The agreement of all ranks before the first byte moves.
 
     Attributes:
@@ -139,7 +139,7 @@ class _CallMessage:
         return _CallMessage(key, self.seed, self.has_layout or others.has_layout)
 
 
-def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Agreement:
+def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> AgreedSync:
     """Agree on the plan that all ranks follow. Collective; changes nothing.
 
     Args:
@@ -172,17 +172,17 @@ def agree_plan(call: SyncCall, ranks: Ranks, kept: KeptPlan | None = None) -> Ag
     )
     dst, src = own_ends
     if kept is not None and message.key == kept.key:
-        return Agreement(kept, dst, src, False, message.seed)
+        return AgreedSync(kept, dst, src, False, message.seed)
     if message.has_layout:
         dst, src = _join(dst, src, ranks, merge=call.options.merge)
     # Once per plan: each rank computes what it sends to whom, and ranks may have different ends.
     ends = ranks.gather("describing both ends", _summary(dst, src, accelerators[0]))
     plan = Planner(ends, ranks, call.options).plan(dst, src)
     if any(layout is not None for layout in call.layouts):
-        _warn_of_unused(call, dst, src)
+        _warn_about_unused(call, dst, src)
     key = digest_of([where, ends])
     new_plan = KeptPlan(key, where, plan, (dst.described, src.described), accelerators[0])
-    return Agreement(new_plan, dst, src, True, message.seed)
+    return AgreedSync(new_plan, dst, src, True, message.seed)
 
 
 def _summary(dst: End, src: End, accelerator: str) -> EndsSummary:
@@ -220,7 +220,7 @@ def _find_ends(call: SyncCall, ranks: Ranks, kept: KeptPlan | None) -> tuple[End
     return dst, find_end(call.src, ranks, layout=src_layout, merge=merge, known=known[1])
 
 
-def _warn_of_unused(call: SyncCall, dst: End, src: End) -> None:
+def _warn_about_unused(call: SyncCall, dst: End, src: End) -> None:
     """Warn about names in `layout=` that no tensor of its end, or of both ends, has."""
     if isinstance(call.layout, tuple):
         for layout, end in zip(call.layout, (dst, src), strict=True):

@@ -167,7 +167,7 @@ def _agree(
         WHAT, (number, balance), lambda some, others: (max(some[0], others[0]), some[1] + others[1])
     )
     if balance:
-        _raise_unlike(_digests(out), _digests(into), ranks)
+        _raise_mismatch(_digests(out), _digests(into), ranks)
     return DeviceChannel(kind, name, slot, number)
 
 
@@ -175,7 +175,7 @@ def _number(sender: int, receiver: int, text: str) -> int:
     return int(digest_of([sender, receiver, text]), 16)
 
 
-def _raise_unlike(out: Mapping[int, str], into: Mapping[int, str], ranks: Ranks) -> None:
+def _raise_mismatch(out: Mapping[int, str], into: Mapping[int, str], ranks: Ranks) -> None:
     """Raise RankError with two ranks that would cut their messages differently. Collective."""
     answers = ranks.gather(WHAT, (out, into))  # once, for an error
     by_rank = dict(zip(ranks.ranks, answers, strict=True))

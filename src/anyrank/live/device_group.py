@@ -54,7 +54,7 @@ class DeviceGroup:
         self.connections, self.group, self.device = connections, group, device
         self.nbytes = nbytes
         self.side = None if device.type == "cpu" else torch.Stream(device)
-        # Also at exit, because to destroy a group waits for the other ranks.
+        # Also at exit, because destroying a group waits for the other ranks.
         self.abort = weakref.finalize(self, _abort, group)
 
     def start(

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from anyrank.errors import LoadError
-from anyrank.live.agreement import Agreement, SyncCall
+from anyrank.live.agreement import AgreedSync, SyncCall
 from anyrank.live.device_channel import ChannelMover
 from anyrank.live.live_flows import in_rounds
 from anyrank.live.merge import Adapters, LiveMemory
@@ -35,7 +35,7 @@ OVERWRITTEN = (
 )
 
 
-def execute_sync(call: SyncCall, agreed: Agreement, ranks: Ranks, meter: Meter) -> SyncReport:
+def execute_sync(call: SyncCall, agreed: AgreedSync, ranks: Ranks, meter: Meter) -> SyncReport:
     """Copy the values of `src` into `dst`, with the plan on which the ranks agreed. Collective.
 
     Raises:
@@ -72,7 +72,7 @@ class LiveSide(Side):
     is_one_model = False  # ranks may have different parts of dst, or none
 
     def __init__(
-        self, agreed: Agreement, ranks: Ranks, meter: Meter, verify: bool, atomic: bool
+        self, agreed: AgreedSync, ranks: Ranks, meter: Meter, verify: bool, atomic: bool
     ) -> None:
         self.agreed, self.plan = agreed, agreed.plan
         self.ranks = ranks

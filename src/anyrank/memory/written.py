@@ -78,7 +78,7 @@ class WrittenArguments:
         ]
         for name, _, container, _ in self.containers:
             if any(isinstance(value, torch.Tensor) for value in _values(_contents(container))):
-                _tell_once(function_name(self.fn), name)
+                _warn_once(function_name(self.fn), name)
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the objects have their contents at the call."""
@@ -97,7 +97,7 @@ class WrittenArguments:
 
 
 @functools.lru_cache(maxsize=64)
-def _tell_once(function: str, name: str) -> None:
+def _warn_once(function: str, name: str) -> None:
     log.warning(
         "%s, which is recomputed, stores tensors in %s; they stay in memory as long as it does",
         function,
@@ -106,7 +106,7 @@ def _tell_once(function: str, name: str) -> None:
 
 
 def _containers_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object, and the containers and objects in it, with the way a user would write it."""
+    """Yield an object and its inner containers and objects, each as a user would write it."""
     waiting, seen = [("", value, 0)], set[int]()
     while waiting and len(seen) < MOST:
         where, part, depth = waiting.pop()
