@@ -76,7 +76,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
         chosen = _agreed(ranks, "peft.save", model, path, adapter)
         is_first = ranks.index == 0
         weights = ranks.run(
-            "making room for the adapter", chosen.room if is_first else lambda: None
+            "allocating memory for the adapter", chosen.room if is_first else lambda: None
         )
     anyrank.sync(weights, chosen.tensors)
     with open_ranks(call="peft.save()") as ranks:

@@ -27,6 +27,7 @@ from anyrank.models.overlaps import SourceMemory, check_overlaps
 from anyrank.models.share import ModelShare
 from anyrank.settings import BUFFER_BYTES
 from anyrank.tensors.box import row_major
+from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
 OVERWRITTEN = (
@@ -155,9 +156,8 @@ class LiveSide(Side):
             )
             compare_replicas(own_replicas, self.ranks)
             moved = sum(not flow.is_compared for flow in plan.flows)
-            self.verified = (
-                f"{moved} tensors at both ends, {len(plan.shared)} among the ranks of src"
-            )
+            replicated = count(len(plan.shared), "replicated tensor")
+            self.verified = f"{count(moved, 'tensor')} at both ends, {replicated} in src"
 
     def move(self) -> None:
         """Send and receive.

@@ -50,6 +50,6 @@ def load_live(
         format="sharded tensors in memory",
         strategy="sync",
         reason="no rank has all bytes of the source",
-        skipped=sorted(ranks.reduce("naming what was skipped", {*skipped}, operator.or_)),
+        skipped=sorted(ranks.reduce("collecting skipped keys", {*skipped}, operator.or_)),
         bytes_read=done.bytes_copied,
     )

@@ -93,7 +93,7 @@ def materialize(
             rule = None if init == "auto" else init
             return ModelShare(model, match, meter, seed, init=rule, device=where)
 
-        share = ranks.run("looking at the model", make_share)
+        share = ranks.run("finding the tensors to fill", make_share)
         result = fill(share, Side(), ranks, rebuild=True)
     return LoadReport(
         **result.fields(),

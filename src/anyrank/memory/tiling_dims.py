@@ -16,6 +16,7 @@ import torch
 
 from anyrank.memory.call import Call, flatten, unflatten, unwrap
 from anyrank.tensors.torch_classes import is_dtensor
+from anyrank.wording import count
 
 Dims = list[int | None]  # one entry per leaf
 
@@ -165,8 +166,9 @@ class TiledArguments:
             entries: tuple[Any, ...] = cast("tuple[Any, ...]", self.in_dims)
             if len(entries) != len(args):
                 raise ValueError(
-                    f"{self.label}: in_dims= has {len(entries)} entries, but the call has "
-                    f"{len(args)} positional arguments. For keyword arguments, pass a dict"
+                    f"{self.label}: in_dims= has {count(len(entries), 'entry', 'entries')}, but "
+                    f"the call has {count(len(args), 'positional argument')}. For keyword "
+                    "arguments, pass a dict"
                 )
             return list(entries), {}
         if isinstance(self.in_dims, int):

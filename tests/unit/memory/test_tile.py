@@ -314,7 +314,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Any], Any], type[Exception], st
         {"in_dims": (1, 1)},
         lambda t: t(X),
         ValueError,
-        "2 entries, but the call has 1 positional",
+        r"2 entries, but the call has 1 positional argument\.",
     ),
     "no such name": ({"in_dims": {"y": 1}}, lambda t: t(X), ValueError, r"names \['y'\]"),
     "no tensor": ({"in_dims": {"scale": 1}}, lambda t: t(X), ValueError, "names no tensor"),
