@@ -131,8 +131,8 @@ def check_names(package: str, root: str = "") -> None:
     for path, names in NAMES[package].items():
         for problem in _differences(f"{root or package}.{path}", names):
             raise ImportError(
-                f"{package} {version(package)}: {problem}, which anyrank needs. Install "
-                f"{package}=={TESTED[package]}.*, or an anyrank version that supports "
+                f"{package} {version(package)} does not match what anyrank needs: {problem}. "
+                f"Install {package}=={TESTED[package]}.*, or an anyrank version that supports "
                 f"{version(package)}"
             )
 

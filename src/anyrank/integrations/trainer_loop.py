@@ -181,8 +181,8 @@ class ElasticTrainer(Trainer):
         run.report = None
         if which is None or which is False:
             run.begin(
-                "To resume it, pass resume_from_checkpoint=True, because train() without it starts "
-                "a new run"
+                "To resume it, pass resume_from_checkpoint=True (train() without it starts a new "
+                "run)"
             )
             return
         run.resume("auto" if which is True else which)

@@ -105,7 +105,7 @@ def test_a_class_that_is_gone_is_an_import_error() -> None:
     script = f"import importlib\nGONE = {GONE}\n{IMPORTS}"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     for (integration, place), said in zip(GONE.items(), run.stdout.splitlines(), strict=True):
-        assert f"{'.'.join(place)} does not exist, which anyrank needs. Install" in said
+        assert f"{'.'.join(place)} does not exist. Install" in said
         assert f"{integration}=={framework_names.TESTED[integration]}.*" in said
 
 
