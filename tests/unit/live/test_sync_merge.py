@@ -200,7 +200,7 @@ def test_what_is_no_plain_lora_is_refused_by_name(make: Any, words: str) -> None
 def test_a_dst_with_an_adapter_of_its_own_is_refused() -> None:
     with pytest.raises(anyrank.LoadError, match="merge=True, but dst has an adapter too"):
         anyrank.sync(lora(Net()), lora(Net()), merge=True)
-    with pytest.raises(anyrank.LoadError, match="sync with merge=True"):
+    with pytest.raises(anyrank.LoadError, match="Sync with merge=True"):
         anyrank.sync(Net(), lora(Net()))
 
 

@@ -341,7 +341,7 @@ def test_extra_state_that_its_module_refuses_comes_after_the_weights() -> None:
     source = Picky(2, 2)
     with anyrank.meta():
         model = Picky(2, 2)
-    with pytest.raises(anyrank.LoadError, match=r"not this one\n  the model has its new values"):
+    with pytest.raises(anyrank.LoadError, match=r"not this one\n  The model has its new values"):
         anyrank.load(model, source.state_dict())
     assert torch.equal(model.weight, source.weight)
 
@@ -529,7 +529,7 @@ def test_released_memory_is_an_error_before_it_is_touched(end: str) -> None:
         "src": lambda: anyrank.sync(whole, tensor),
         "part": lambda: anyrank.load(model, whole, layout={"w": ([0], [Shard(0)])}),
     }
-    with pytest.raises(anyrank.LoadError, match="w: its memory was released"):
+    with pytest.raises(anyrank.LoadError, match=r"w: its (storage was freed|memory was released)"):
         calls[end]()
 
 
