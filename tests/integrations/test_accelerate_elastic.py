@@ -477,7 +477,7 @@ def test_a_loop_without_accelerators_backward_is_refused(tmp_path: Path) -> None
             break
     on = setup(tmp_path / "other")  # as where the DataLoader of a test is prepared first
     with pytest.raises(
-        ValueError, match=r"optimizer.step\(\) without .* the first one passed to prepare"
+        ValueError, match=r"optimizer.step\(\) without .* \(the first one passed to prepare"
     ):
         list(on.data)
     assert on.data.loader.step == 0

@@ -160,8 +160,8 @@ def test_wrong_uses_are_refused_on_all_ranks(tmp_path: Path) -> None:
     for told in run_ranks(2, job_refused, str(tmp_path)):
         assert "only plain LoRA can be merged while sharded" in told[0]
         assert "file/below: cannot write the adapter: [Errno 20] Not a directory" in told[1]
-        assert "no adapter 'other': the model has ['default']" in told[2]
-        assert "Linear holds no PeftModel" in told[3]
+        assert "adapter='other': no such adapter; the model has ['default']" in told[2]
+        assert "Linear does not contain a PeftModel" in told[3]
 
 
 def job_one_rank_fails(folder: str) -> list[str]:
@@ -196,9 +196,9 @@ def job_one_rank_fails(folder: str) -> list[str]:
 def test_one_rank_s_error_is_every_rank_s(tmp_path: Path) -> None:
     first, second = run_ranks(2, job_one_rank_fails, str(tmp_path), timeout=60)
     assert first == second
-    assert "[rank 1] Linear holds no PeftModel" in first[0]
+    assert "[rank 1] Linear does not contain a PeftModel" in first[0]
     assert "not enough memory" in first[1]
-    assert "Linear holds no PeftModel" in first[2]
+    assert "Linear does not contain a PeftModel" in first[2]
     assert "none: cannot read an adapter" in first[3]
     assert os.listdir(tmp_path) == []
 
@@ -328,7 +328,7 @@ def test_keys_that_begin_otherwise_are_shown_with_those_that_are_looked_for(tmp_
     weights = load_file(tmp_path / peft.WEIGHTS)
     renamed = {key.replace(".model.model.", ".model.inner.model."): t for key, t in weights.items()}
     save_file(renamed, tmp_path / peft.WEIGHTS)
-    expected = r"the first base_model\.model\.model\.layers.*, and has .*base_model\.model\.inner"
+    expected = r"such as base_model\.model\.model\.layers.*, and has .*base_model\.model\.inner"
     with pytest.raises(anyrank.LoadError, match=f"{expected}.*prefixes differ.*target_modules"):
         peft.load(adapted("lora"), tmp_path)
 

@@ -401,7 +401,7 @@ def job_no_whole(change: str) -> str:
     ("change", "words"),
     [
         ("src", "w: the ranks at the places of the mesh of its layout= hold [0]: [3], [1]: [4], "),
-        ("src on one", "hold 4 of the 8 elements"),
+        ("src on one", "hold only 4 of the 8 elements"),
         ("dst", "and torch cuts a whole of [7] into [0]: [4], [1]: [3]: for another cut give"),
         (
             "dst, not the source's",
