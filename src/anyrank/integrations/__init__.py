@@ -2,7 +2,7 @@
 
 A module is imported by its name, such as `anyrank.integrations.lightning`, and imports its
 framework, which the user has installed. It uses the public names of anyrank, agreements of the
-ranks (`world`), and the checks of adapters in `models`.
+ranks (`world`), the checks of adapters in `models`, and `wording`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "watching": WEIGHTS | {"training"},
     "memory": GROUND | {"training"},
     # models, for what it judges once: whether an adapter fits, and what it changes.
-    "integrations": {"anyrank", "versions", "world", "models"},
+    "integrations": {"anyrank", "versions", "wording", "world", "models"},
 }
 WINGS = {*MAY_IMPORT}
 MAY_IMPORT |= {
