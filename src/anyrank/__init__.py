@@ -1,7 +1,7 @@
 """Your PyTorch training state, on any rank, on any number of ranks.
 
-The names in `__all__` are the whole public interface. Each is imported when it is first used, so
-that `import anyrank` costs nothing and a command that needs no tensors never loads torch.
+The names in `__all__` are the whole public interface. Each is imported on first use, so
+`import anyrank` costs nothing, and a command that needs no tensors never loads torch.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ __all__ = [
     "watch",
 ]
 
-# Public name -> the module that defines it. No module beside this one may have a public name:
-# importing it would set it as an attribute here, in place of the function.
+# Public name -> the module that defines it. No module in this package may have a public name:
+# importing it would set the module as an attribute here, in place of the function.
 HOMES = {
     "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
@@ -145,8 +145,8 @@ HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import the module that defines a public name, and keep the name here."""
-        if name == "integrations":  # a package, which sets itself as an attribute here
+        """Import the module that defines a public name, and keep its value here."""
+        if name == "integrations":  # importing a package sets it as an attribute here
             return import_module("anyrank.integrations")
         if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -159,5 +159,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """The public names only."""
+    """Return only the public names."""
     return list(__all__)

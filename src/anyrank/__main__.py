@@ -1,4 +1,4 @@
-"""`python -m anyrank` is `anyrank`."""
+"""Entry point of `python -m anyrank`, the same as `anyrank`."""
 
 from anyrank.cli import main
 

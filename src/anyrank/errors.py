@@ -1,16 +1,16 @@
 """The exception tree.
 
 AnyrankError
- +- LoadError          weights do not fit, or could not be read
- +- CheckpointError    a run checkpoint could not be written or resumed
- |   +- CorruptCheckpoint   its bytes are not the ones that were saved
- +- RankError          another rank failed, died or disagrees
- +- RecomputeError     backward does not see what the forward pass saw
- +- UnsafeFile         the file asks to run code, or lies about its own size
+ +- LoadError          weights do not match the model, or cannot be read
+ +- CheckpointError    a run checkpoint cannot be written or resumed
+ |   +- CorruptCheckpoint   stored bytes are not the ones that were saved
+ +- RankError          another rank failed, died, or made a different call
+ +- RecomputeError     backward would use values that differ from those of the forward pass
+ +- UnsafeFile         a file asks to run code, or its header makes impossible claims
 
 A wrong argument is a ValueError or a TypeError. `WrongValue` and `WrongType` are for arguments that
-one rank alone may find wrong in the middle of a call: as AnyrankErrors they are raised on all
-ranks.
+only some ranks may find wrong, in the middle of a call: because they are AnyrankErrors, they are
+raised on every rank.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ class AnyrankError(Exception):
     """Base of every error that anyrank raises on purpose.
 
     Attributes:
-        causes: rank -> that rank's error, equal on all ranks. Empty for an error of one rank.
+        causes: rank -> the error of that rank, the same on every rank. Empty if the call used only
+            one rank.
 
     Example::
 
         try:
             anyrank.load(torch.nn.Linear(2, 2), {"weight": torch.eye(2)})
         except anyrank.AnyrankError as error:
-            print(error)  # the bias is missing, and the ways out
-            print(error.causes)  # rank -> its own error, where several ranks loaded
+            print(error)  # the bias is missing, and how to fix it
+            print(error.causes)  # rank -> its error, if several ranks loaded
     """
 
     def __init__(self, message: str, *, causes: dict[int, str] | None = None) -> None:
@@ -37,7 +38,7 @@ class AnyrankError(Exception):
 
 
 class LoadError(AnyrankError):
-    """Weights that do not fit the model, or a source that cannot be read.
+    """Raised if weights do not match the model, or if a source cannot be read.
 
     Example::
 
@@ -50,7 +51,7 @@ class LoadError(AnyrankError):
 
 
 class CheckpointError(AnyrankError):
-    """A run checkpoint that cannot be written or resumed.
+    """Raised if a run checkpoint cannot be written or resumed.
 
     Example::
 
@@ -58,12 +59,12 @@ class CheckpointError(AnyrankError):
         try:
             ckpts.resume("must")
         except anyrank.CheckpointError as error:
-            assert "runs/a" in str(error)  # nothing was saved there yet
+            assert "runs/a" in str(error)  # nothing has been saved there yet
     """
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Bytes that are not the ones that were saved.
+    """Raised if stored bytes are not the ones that were saved, or if some are missing.
 
     Example::
 
@@ -75,37 +76,39 @@ class CorruptCheckpoint(CheckpointError):
         try:
             ckpts.resume()
         except anyrank.CorruptCheckpoint as error:
-            print(error)  # the only step of the run, and what is wrong with it
+            print(error)  # which checkpoint is corrupt, and why
     """
 
 
 class RankError(AnyrankError):
-    """Another rank failed in an unforeseen way, died, or did something else at the same place."""
+    """Raised if a rank died, failed with an unforeseen error, or made a different call."""
 
 
 class RecomputeError(AnyrankError):
-    """Backward of a recomputed, tiled or offloaded region does not see the values of forward.
+    """Raised if backward of a recomputed, tiled or offloaded region would use changed values.
+
+    They differ from those that the forward pass used.
 
     Example::
 
         hidden = torch.ones(2, requires_grad=True) * 2
         loss = anyrank.recompute(torch.exp, hidden).sum()
-        hidden.detach().mul_(2)  # the second run would read the new values
+        hidden.detach().mul_(2)  # the recomputation would read the new values
         try:
             loss.backward()
         except anyrank.RecomputeError as error:
-            print(error)  # what was changed, and the way out
+            print(error)  # what was changed, and how to fix it
     """
 
 
 class UnsafeFile(AnyrankError):
-    """A file that would run code when read, or whose header makes claims the file cannot hold.
+    """Raised for a file that would run code when read, or whose header makes impossible claims.
 
     Example::
 
         from pathlib import Path
 
-        Path("short.safetensors").write_bytes((1 << 40).to_bytes(8, "little"))  # bytes of header
+        Path("short.safetensors").write_bytes((1 << 40).to_bytes(8, "little"))  # a header of 1 TiB
         try:
             anyrank.inspect("short.safetensors")
         except anyrank.UnsafeFile as error:
@@ -114,8 +117,8 @@ class UnsafeFile(AnyrankError):
 
 
 class WrongValue(AnyrankError, ValueError):
-    """A ValueError that is raised on all ranks."""
+    """A ValueError that is raised on every rank."""
 
 
 class WrongType(AnyrankError, TypeError):
-    """A TypeError that is raised on all ranks."""
+    """A TypeError that is raised on every rank."""

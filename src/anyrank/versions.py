@@ -1,4 +1,4 @@
-"""The version of anyrank, the tested ones of torch and of frameworks, and a warning for others."""
+"""The version of anyrank, the tested versions of torch and frameworks, and warnings for others."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ TESTED = {
 
 
 def untested_torch(installed: str) -> str | None:
-    """A warning about a torch version that was not tested, or None.
+    """Return a warning about a torch version that was not tested; None for a tested one.
 
     Args:
-        installed: a version like `torch.__version__`; only its first two numbers count.
+        installed: a version such as `torch.__version__`; only its first two numbers count.
     """
     match = re.match(r"(\d+)\.(\d+)", installed)
     tested = {tuple(version.split(".")[:2]) for version in TESTED_TORCH}
     if match and match.groups() in tested:
         return None
     return (
-        f"torch {installed} is not among the versions that anyrank is tested on, "
-        f"{TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: run `make compat TORCH={installed}` in a clone "
-        "of anyrank before you rely on it"
+        f"anyrank is not tested with torch {installed}, only with {TESTED_TORCH[0]} to "
+        f"{TESTED_TORCH[-1]}. Before you rely on it, run `make compat TORCH={installed}` in a "
+        "clone of anyrank"
     )
 
 
 @functools.cache
 def warn_of_untested_torch(installed: str) -> None:
-    """Log `untested_torch` as one WARNING per process, on the first rank or without a launcher."""
+    """Log `untested_torch` once per process: on rank 0, or in a process without a launcher."""
     reason = untested_torch(installed)
     if reason is not None and os.environ.get("RANK", "0") == "0":
         log.warning("%s", reason)
@@ -51,7 +51,7 @@ def warn_of_untested_torch(installed: str) -> None:
 
 @functools.cache
 def warn_if_untested(package: str) -> None:
-    """Log one line if the installed minor version of a framework was not tested.
+    """Log a warning once if the installed minor version of a framework was not tested.
 
     Args:
         package: a key of `TESTED`.
@@ -61,11 +61,11 @@ def warn_if_untested(package: str) -> None:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return  # on the path without being installed: its version is unknown
+        return  # importable without being installed, so its version is unknown
     if re.findall(r"\d+", installed)[:2] != TESTED[package].split("."):
         log.warning(
-            "%s %s is untested (tested: %s): anyrank goes on, and raises an error where the "
-            "package differs from what it needs",
+            "%s %s is untested (tested: %s): anyrank continues, and raises an error if an "
+            "interface that it uses has changed",
             package,
             installed,
             TESTED[package],
