@@ -334,7 +334,7 @@ def test_a_hang_ends_by_timeout_and_tells_where() -> None:
     assert "in sleep_long" in caught.value.stacks[1]
     # Of a long output often only the end is kept.
     head, *ends = str(caught.value).splitlines()[-5:]
-    assert head.startswith("The main threads stood at")
+    assert head.startswith("Positions of the main threads")
     inner, own, sleeper, job = ends
     assert re.fullmatch(r"\[rank0\] .*distributed_c10d\.py:\d+ barrier", inner)
     assert re.fullmatch(r"\[rank0\] .*test_pool\.py:\d+ hang_in_two_places", own)
@@ -364,7 +364,7 @@ def test_a_rank_that_hangs_and_does_not_tell_where_is_said_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call, "STACK_SECONDS", 0.5)
-    with pytest.raises(RanksFailed, match=r"within 0.5 s; killed; no stack came in 0.5 s$"):
+    with pytest.raises(RanksFailed, match=r"within 0.5 s; killed; no stack trace after 0.5 s$"):
         run_ranks(1, sleep_unseen, timeout=0.5)
 
 
@@ -477,7 +477,7 @@ def test_exceptions_and_results_that_do_not_pickle_are_reported() -> None:
 
 
 def test_a_thread_left_behind_is_a_failure(pool: RankPool) -> None:
-    with pytest.raises(RanksFailed, match=r"left threads running: \['forgotten'\]"):
+    with pytest.raises(RanksFailed, match=r"threads of the job still run: \['forgotten'\]"):
         pool.run(1, leave_thread)
     assert pool.run(1, threading.active_count) == [1]
     with pytest.raises(RanksFailed, match="first cause"):
@@ -567,11 +567,11 @@ def test_a_model_may_be_dropped_after_its_group(pool: RankPool) -> None:
 
 
 def test_wrong_calls_are_refused(pool: RankPool) -> None:
-    with pytest.raises(ValueError, match="world_size is 5: this pool has 1 to 4"):
+    with pytest.raises(ValueError, match="world_size=5: must be between 1 and max_ranks=4"):
         pool.run(5, get_pid)
-    with pytest.raises(ValueError, match="function at the top level of a file"):
+    with pytest.raises(ValueError, match="function at the top level of a module"):
         pool.run(1, lambda: 1)
-    with pytest.raises(ValueError, match="only 1 ranks"):
+    with pytest.raises(ValueError, match=r"only 1 rank$"):
         pool.run(1, get_pid, faults=[Fault(1, POINT, "kill")])
 
 
@@ -673,7 +673,7 @@ def test_a_job_of_a_script_or_a_prompt_is_refused(monkeypatch: pytest.MonkeyPatc
     prompt.job = types.FunctionType(get_pid.__code__, vars(prompt))
     prompt.job.__qualname__ = "job"
     monkeypatch.setitem(sys.modules, "__main__", prompt)
-    with pytest.raises(ValueError, match="define the job in a module and import it"):
+    with pytest.raises(ValueError, match="Define the job in a module, and import it"):
         run_ranks(1, prompt.job)
 
 

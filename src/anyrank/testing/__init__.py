@@ -1,7 +1,7 @@
-"""Tests on several ranks: reused rank processes, named faults, memory of a process. Linux only.
+"""Tests on several ranks: reused rank processes, named faults, process memory. Linux only.
 
 `run_ranks(4, job, ...)` runs a function on four ranks and returns the value of each, in about ten
-milliseconds once the ranks have been started. Nothing else in anyrank imports this package.
+milliseconds after the ranks are started. Nothing else in anyrank imports this package.
 """
 
 from __future__ import annotations

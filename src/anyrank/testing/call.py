@@ -1,4 +1,4 @@
-"""One call of a job on ranks: collects results and deaths until all have ended, or a deadline."""
+"""One call of a job on ranks: collect results and deaths until all ranks end, or a deadline."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from anyrank.testing.report import Died, FaultNotReached
 from anyrank.testing.server import ForkServer
 from anyrank.testing.transport import END, GO, MET, READY, Raised, Reached, Returned, Task
 
-MEET_SECONDS = 180.0  # the first call of a rank imports the job's modules
-STACK_SECONDS = 20.0  # for a rank on a busy machine; a waiting one writes it at once
+MEET_SECONDS = 180.0  # the first call on a rank imports the modules of the job
+STACK_SECONDS = 20.0  # for a rank on a busy machine; a rank that waits writes it at once
 CLEAN_SECONDS = 120.0  # a rank that has run Lightning collects garbage for seconds
 KILL_SECONDS = 20.0
 CLOSED_ERRORS = (EOFError, BrokenPipeError, ConnectionResetError)
@@ -27,7 +27,7 @@ CLOSED_ERRORS = (EOFError, BrokenPipeError, ConnectionResetError)
 
 @dataclass
 class Rank:
-    """One rank process. `open` is False once its end of the pipe is seen closed."""
+    """One rank process. `open` is False after its end of the pipe was found closed."""
 
     pid: int
     conn: Connection[Any, Any]
@@ -36,10 +36,10 @@ class Rank:
 
 
 class Call:
-    """One job on these ranks, and the outcome of each.
+    """One job on ranks, and the outcome on each.
 
     Attributes:
-        answers: rank -> its answer, or the harness's error in place of one, in order of arrival.
+        answers: rank -> its answer, or an error of this package in its place, in order of arrival.
         reached: the faults that were injected.
         stacks: rank -> its stack traces, for ranks that were stopped or crashed.
         met: the ranks that are set up and connected to all others.
@@ -56,16 +56,16 @@ class Call:
         self.finished: set[int] = set()
 
     def run(self, tasks: Sequence[Task], timeout: float, grace: float) -> None:
-        """Set the ranks up, run the job, and let every rank clean up, each within a deadline.
+        """Set up the ranks, run the job, and let every rank clean up, each within a deadline.
 
-        The job begins when all ranks have met and has `timeout` seconds. After the first
+        The job starts after all ranks have met, and has `timeout` seconds. After the first
         unexpected failure of a rank, the others have `grace` seconds. Ranks that have not answered
-        by then are killed, after their stack traces are recorded.
+        by then are killed after their stack traces are recorded.
         """
         for rank, task in zip(self.ranks, tasks, strict=True):
             send(rank, task)
         self.follow(self.unmet, "not set up", MEET_SECONDS, grace)
-        # A job that fails while other ranks still connect would leave them with a partial group.
+        # If a job failed while other ranks connect, they would have a partial group.
         if self.first_failure() is None:
             for rank in self.ranks:
                 send(rank, GO)
@@ -78,7 +78,7 @@ class Call:
     def follow(
         self, awaited: Callable[[], list[int]], what: str, seconds: float, grace: float
     ) -> None:
-        """Wait until no rank is awaited, and stop the awaited ranks at the deadline."""
+        """Wait until no rank is awaited; at the deadline, stop those that still are."""
         deadline, why = time.monotonic() + seconds, f"within {seconds:g} s"
         first: int | None = None
         while (stuck := awaited()) and time.monotonic() < deadline:
@@ -90,28 +90,27 @@ class Call:
         self.stop(stuck, f"{what} {why}; killed")
 
     def unmet(self) -> list[int]:
-        """The ranks that are not set up yet."""
+        """Return the ranks that are not set up yet."""
         return [index for index in self.unanswered() if index not in self.met]
 
     def unanswered(self) -> list[int]:
-        """The ranks that have not answered yet."""
+        """Return the ranks that have not answered yet."""
         return [index for index in range(len(self.ranks)) if index not in self.answers]
 
     def living(self) -> list[int]:
-        """The ranks that are neither dead nor ready for the next call."""
+        """Return the ranks that are neither dead nor ready for the next call."""
         return [index for index in range(len(self.ranks)) if index not in self.finished]
 
     def first_failure(self) -> int | None:
-        """The first rank that raised or died unexpectedly."""
+        """Return the first rank that raised or died unexpectedly; None if no rank did."""
         failed = (i for i, answer in self.answers.items() if isinstance(answer, Raised | OSError))
         return next(failed, None)
 
     def wait(self, awaited: Sequence[int], deadline: float) -> None:
-        """Wait for messages or deaths of these ranks until the deadline, and record all."""
+        """Wait for messages or deaths of ranks until the deadline, and record them."""
         pipes = [self.ranks[index].conn for index in awaited if self.ranks[index].open]
         wait([self.server.control, *pipes], max(0.0, deadline - time.monotonic()))
-        # Deaths first: everything a rank sent before its death is in the pipe once its death is
-        # known.
+        # Read deaths first: once a death is known, all messages of the rank are in the pipe.
         self.server.watch()
         for index in awaited:
             self.drain(index)
@@ -125,7 +124,7 @@ class Call:
             try:
                 message = rank.conn.recv()
             except CLOSED_ERRORS:
-                rank.open = False  # it is about to exit: the exit code has the reason
+                rank.open = False  # the rank is about to exit; its exit code has the reason
                 return
             if isinstance(message, Reached):
                 self.reached.append(message.fault)
@@ -139,7 +138,7 @@ class Call:
                 self.answers[index] = message
 
     def record_death(self, index: int) -> None:
-        """Record a death, unless the rank failed before, or exited normally after its answer."""
+        """Record a death, unless the rank failed already, or exited normally after its answer."""
         self.finished.add(index)
         answer = self.answers.get(index)
         code = self.server.died[self.ranks[index].pid]
@@ -154,7 +153,7 @@ class Call:
                 self.stacks[index] = stack
 
     def stop(self, stuck: Sequence[int], why: str) -> None:
-        """Record the stack traces of these ranks, and kill them."""
+        """Record the stack traces of ranks, and kill the ranks."""
         for index in stuck:
             self.server.signal(self.ranks[index].pid, signal.SIGUSR2)
             self.server.signal(self.ranks[index].pid, signal.SIGCONT)
@@ -162,17 +161,19 @@ class Call:
         unread = set(stuck)
         while unread and time.monotonic() < deadline:
             time.sleep(0.05)
-            # A dump is written in several parts, and the rank may have to wait between them.
+            # A dump is written in several parts, and the rank may wait between them.
             unread = {index for index in unread if not report.is_whole(self.read_dump(index))}
         self.kill(stuck)
         for index in stuck:
             self.stacks[index] = self.read_stack(index)
-            if not isinstance(self.answers.get(index), Raised):  # the cause, not its consequence
-                silent = "" if self.stacks[index] else f"; no stack came in {STACK_SECONDS:g} s"
+            if not isinstance(
+                self.answers.get(index), Raised
+            ):  # keep the cause, not its consequence
+                silent = "" if self.stacks[index] else f"; no stack trace after {STACK_SECONDS:g} s"
                 self.answers[index] = TimeoutError(why + silent)
 
     def kill(self, doomed: Sequence[int]) -> None:
-        """Kill these ranks, and wait until they are dead."""
+        """Kill ranks, and wait until they are dead."""
         pids = {self.ranks[index].pid for index in doomed}
         for pid in pids:
             self.server.signal(pid, signal.SIGKILL)
@@ -182,20 +183,22 @@ class Call:
         self.finished.update(doomed)
 
     def read_dump(self, index: int) -> str:
-        """The text that the rank's fault handler has written so far; "" if there is none."""
+        """Return the text that the rank's fault handler has written so far; "" for none."""
         try:
             return self.ranks[index].stack_file.read_text()
         except FileNotFoundError:
             return ""
 
     def read_stack(self, index: int) -> str:
-        """The stack traces of a rank, without the calls of this package."""
+        """Return the stack traces of a rank, without the frames of this package."""
         return report.trim_stack(self.read_dump(index))
 
     def conclude(self, name: str, faults: Sequence[Fault]) -> list[Any]:
-        """The results by rank; Died for a rank that a fault ended.
+        """Return the results by rank; Died for a rank that a fault ended.
 
-        Raises RanksFailed when a rank failed, FaultNotReached when a fault point was never passed.
+        Raises:
+            RanksFailed: a rank failed.
+            FaultNotReached: the point of a fault was never passed.
         """
         results: list[Any] = [None] * len(self.ranks)
         errors: dict[int, BaseException] = {}
@@ -213,7 +216,9 @@ class Call:
                     results[index] = pickle.loads(answer.value)  # noqa: S301 - from our own rank
                 except Exception as error:
                     errors[index] = error
-                    texts[index] = f"its result does not unpickle: {type(error).__name__}: {error}"
+                    texts[index] = (
+                        f"its result cannot be unpickled: {type(error).__name__}: {error}"
+                    )
         if errors:
             raise report.failure(name, len(self.ranks), errors, texts, self.stacks)
         missed = [fault for fault in faults if fault not in self.reached]
@@ -223,13 +228,13 @@ class Call:
 
 
 def send(rank: Rank, message: Task | str) -> None:
-    """Send to a rank, unless it is dead or dying: its death is reported anyway."""
+    """Send a message to a rank; ignore a dead one, because its death is reported anyway."""
     with contextlib.suppress(*CLOSED_ERRORS):
         rank.conn.send(message)
 
 
 def original(raised: Raised) -> BaseException:
-    """The exception of a rank, or a RuntimeError with its text if it cannot be unpickled."""
+    """Return the exception of a rank, or a RuntimeError with its text if unpickling fails."""
     if raised.error is not None:
         with contextlib.suppress(Exception):
             return pickle.loads(raised.error)  # noqa: S301 - from our own rank

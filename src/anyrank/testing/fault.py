@@ -1,4 +1,4 @@
-"""Failures as data: which rank fails, at which named point of `anyrank.faults`, and how."""
+"""Faults to inject: which rank fails, at which named point of `anyrank.faults`, and how."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from anyrank import faults
+from anyrank.wording import alternatives, count
 
 How = Literal["raise", "enospc", "slow", "kill", "stop"]
 
@@ -26,11 +27,11 @@ class Fault:
 
     Attributes:
         rank: the rank that fails.
-        point: the name given to `anyrank.faults.point`.
-        how: "raise" InjectedFault; "enospc" OSError as from a full disk; "slow" sleep for
-            `seconds`; "kill" SIGKILL; "stop" SIGSTOP, the rank stays there forever.
-        nth: number of the passage, from 1.
-        seconds: how long "slow" sleeps.
+        point: the name passed to `anyrank.faults.point`.
+        how: "raise": raise InjectedFault; "enospc": raise the OSError of a full disk; "slow": sleep
+            for `seconds`; "kill": die by SIGKILL; "stop": stop by SIGSTOP until the call ends.
+        nth: number of the passage, counted from 1.
+        seconds: duration of "slow".
     """
 
     rank: int
@@ -41,12 +42,12 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.how not in get_args(How):
-            raise ValueError(f"Fault.how is {self.how!r}: expected one of {get_args(How)}")
+            raise ValueError(f"how={self.how!r}: must be {alternatives(get_args(How))}")
         if self.nth < 1 or self.rank < 0:
-            raise ValueError(f"{self}: nth counts from 1, rank from 0")
+            raise ValueError(f"{self}: nth must be at least 1, and rank at least 0")
 
     def strike(self) -> None:
-        """Fail in the calling process, now."""
+        """Make the calling process fail now."""
         if self.how == "raise":
             raise InjectedFault(f"injected at {self.point!r}, passage {self.nth}")
         if self.how == "enospc":
@@ -55,22 +56,22 @@ class Fault:
             time.sleep(self.seconds)
             return
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
-        # Another thread may receive the signal first: this thread must not continue meanwhile.
+        # Another thread may receive the signal first; this thread must not continue until then.
         while True:
             time.sleep(60)
 
 
 def check(wanted: Sequence[Fault], world_size: int) -> None:
-    """Raise ValueError for faults that cannot all be injected on `world_size` ranks."""
+    """Raise ValueError if the faults cannot all be injected on `world_size` ranks."""
     for fault in wanted:
         if fault.rank >= world_size:
-            raise ValueError(f"{fault}: there are only {world_size} ranks")
+            raise ValueError(f"{fault}: the call has only {count(world_size, 'rank')}")
     if len({(fault.rank, fault.point, fault.nth) for fault in wanted}) < len(wanted):
-        raise ValueError(f"two faults at the same passage: {list(wanted)}")
+        raise ValueError(f"two faults have the same rank, point and nth: {list(wanted)}")
 
 
 def arm(wanted: Sequence[Fault], report: Callable[[Fault], None]) -> None:
-    """Arm these faults in this process, and no others.
+    """Arm the faults in this process, and disarm all others.
 
     Args:
         wanted: the faults of this rank; several may share a point.
@@ -83,11 +84,11 @@ def arm(wanted: Sequence[Fault], report: Callable[[Fault], None]) -> None:
 
 
 def passage(by_passage: dict[int, Fault], report: Callable[[Fault], None]) -> Callable[[], None]:
-    """The action of one point: count the passages, and inject the faults by their number."""
-    count = itertools.count(1)  # next() is atomic: points may be passed by several threads
+    """Return the action of a point: count the passages, and inject faults by their number."""
+    numbers = itertools.count(1)  # next() is atomic, because several threads may pass a point
 
     def passed() -> None:
-        fault = by_passage.get(next(count))
+        fault = by_passage.get(next(numbers))
         if fault is not None:
             report(fault)
             fault.strike()

@@ -1,4 +1,4 @@
-"""The rank pool: processes that are ranks of one call after another."""
+"""The rank pool: processes that serve as the ranks of successive calls."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LEAST_PORT = 20_000
 class RankPool:
     """Up to `max_ranks` processes, started when first needed and reused by every call.
 
-    A world of size W is the first W processes. Every call has a fresh default process group (gloo)
-    and a fresh state; a rank that dies or hangs is replaced, the others are kept. Use it as a
-    context manager, or through `run_ranks`, which owns one pool per process.
+    A world of size W is the first W processes. Every call has a new default process group (gloo)
+    and a new state. A rank that dies or hangs is replaced; the others are kept. Use the pool as a
+    context manager, or use `run_ranks`, which has one pool per process.
 
     Args:
         max_ranks: the largest world size.
@@ -62,32 +62,34 @@ class RankPool:
     ) -> list[Any]:
         """Call `job(*args, **kwargs)` on every rank of a world, and wait.
 
-        Each rank starts with the caller's environment, working directory and sys.path, with RANK,
-        WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them,
-        and with torch's defaults and seed 0. Arguments and results are copied by pickle.
+        Each rank starts with the environment, working directory and sys.path of the caller, with
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets
+        them, and with torch's defaults and seed 0. Arguments and results are copied by pickle.
 
         Args:
             world_size: number of ranks, 1 to `max_ranks`.
             job: a function at the top level of a module that the ranks can import.
-            *args: its arguments, the same on all ranks.
-            timeout: seconds for the job; starting processes and importing it do not count.
+            *args: positional arguments of the job, the same on every rank.
+            timeout: seconds for the job, without the start of processes and imports.
             grace: seconds for the other ranks to end after the first failure.
-            faults: the failures to inject, all of which must happen.
+            faults: faults to inject, all of which must be reached.
             env: additional environment variables.
             init: whether to initialize torch.distributed.
-            **kwargs: its keyword arguments.
+            **kwargs: keyword arguments of the job.
 
         Returns:
-            The values that the ranks returned, by rank; Died for a rank ended by a fault.
+            The values that the ranks returned, by rank; `Died` for a rank that a fault ended.
 
         Raises:
             RanksFailed: a rank raised, died unexpectedly or did not end in time.
-            FaultNotReached: no rank failed, and a fault's point was never passed.
-            ValueError: wrong arguments, or a job that the ranks cannot import.
+            FaultNotReached: no rank failed, but the point of a fault was never passed.
+            ValueError: an argument is wrong, or the ranks cannot import the job.
         """
         __tracebackhide__ = True
         if not 1 <= world_size <= self.max_ranks:
-            raise ValueError(f"world_size is {world_size}: this pool has 1 to {self.max_ranks}")
+            raise ValueError(
+                f"world_size={world_size}: must be between 1 and max_ranks={self.max_ranks}"
+            )
         fault.check(faults, world_size)
         pickled = transport.pack((job, args, kwargs))
         with self._lock:
@@ -112,7 +114,7 @@ class RankPool:
             call = Call(server, ranks)
             try:
                 call.run(tasks, timeout, grace)
-            except BaseException:  # Ctrl-C, or the server has ended: no rank may keep running
+            except BaseException:  # Ctrl-C, or the server has ended; no rank may continue
                 self._abandon()
                 raise
             finally:
@@ -120,10 +122,10 @@ class RankPool:
         return call.conclude(transport.name_of(job), faults)
 
     def _ready(self, world_size: int) -> tuple[ForkServer, list[Rank]]:
-        """The server and the first ranks of the pool, all alive and idle."""
+        """Return the server and the first ranks of the pool, all alive and idle."""
         if self._owner != os.getpid():
             raise RuntimeError(
-                "this RankPool belongs to the parent process: create another in this one"
+                "this RankPool belongs to the parent process. Create another one in this process"
             )
         if self._server is None:
             parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
@@ -158,11 +160,11 @@ class RankPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End all ranks. The next call would start new ones."""
+        """End all ranks; a later call would start new ones."""
         if self._server is None or self._owner != os.getpid():
             return
         for rank in self._ranks:
-            rank.conn.close()  # an idle rank exits normally, as coverage tools need
+            rank.conn.close()  # so that an idle rank exits normally, which coverage tools need
         deadline = time.monotonic() + CLOSE_SECONDS
         pids = {rank.pid for rank in self._ranks}
         with contextlib.suppress(RuntimeError, OSError):
@@ -178,7 +180,7 @@ class RankPool:
 
 
 def _fixed_environ(world_size: int) -> dict[str, str]:
-    """The variables equal on all ranks: torchrun's, and one thread per rank, on loopback."""
+    """Return the variables that are the same on every rank: torchrun's, one thread, loopback."""
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -190,14 +192,14 @@ def _fixed_environ(world_size: int) -> dict[str, str]:
 
 
 def find_port() -> int:
-    """A free port of this machine that the system gives to nobody who asks it for any.
+    """Find a free port of this machine outside of the ephemeral range.
 
-    One of those would be free now, and a moment later the end of some process's connection.
+    A port in that range may be free now, and a moment later be used for a connection.
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     end = first if first > LEAST_PORT else 65_536
     while True:
-        port = random.SystemRandom().randrange(LEAST_PORT, end)  # no seed counts
+        port = random.SystemRandom().randrange(LEAST_PORT, end)  # independent of seeds
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
@@ -207,10 +209,10 @@ pools: dict[int, RankPool] = {}
 
 
 def run_ranks(world_size: int, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-    """`RankPool.run` on this process's own pool, created at the first call and closed at exit.
+    """Run a job on the pool of this process, which the first call creates, and exit closes.
 
     Takes the arguments of `RankPool.run`: timeout, grace, faults, env and init are for the pool,
-    all others for the job.
+    and all others are for the job.
     """
     __tracebackhide__ = True
     if os.getpid() not in pools:
@@ -220,7 +222,7 @@ def run_ranks(world_size: int, job: Callable[..., Any], /, *args: Any, **kwargs:
 
 
 def close_pool() -> None:
-    """Close the pool of `run_ranks`, if there is one; the next call creates a new pool."""
+    """Close the pool of `run_ranks` if it exists; the next call creates a new pool."""
     pool = pools.pop(os.getpid(), None)
     if pool is not None:
         pool.close()

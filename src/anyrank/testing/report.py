@@ -16,7 +16,7 @@ _SHOWN_FRAMES = 9
 
 @dataclass(frozen=True)
 class Died:
-    """The result of a rank that was ended by a fault of the test.
+    """The result of a rank that a fault of the test ended.
 
     Attributes:
         signal: "SIGKILL" or "SIGSTOP".
@@ -28,12 +28,12 @@ class Died:
 
 
 class RanksFailed(Exception):
-    """At least one rank raised, died unexpectedly, or did not finish.
+    """Raised if at least one rank raised, died unexpectedly, or did not finish.
 
     Attributes:
-        errors: rank -> its exception, in order of arrival. RuntimeError with its last line if the
-            original cannot be pickled, ChildProcessError for a death, TimeoutError for a rank that
-            was stopped.
+        errors: rank -> its exception, in order of arrival. A RuntimeError with its last line if the
+            original cannot be pickled, a ChildProcessError for a death, a TimeoutError for a rank
+            that did not finish.
         stacks: rank -> its stack traces, for ranks that were stopped or crashed.
     """
 
@@ -46,10 +46,10 @@ class RanksFailed(Exception):
 
 
 class FaultNotReached(AssertionError):
-    """No rank failed, but a fault of the test was never injected.
+    """Raised if no rank failed, but a fault of the test was never injected.
 
     Attributes:
-        results: by rank, the values that the call would have returned.
+        results: the values that the call would have returned, by rank.
     """
 
     def __init__(self, message: str, results: list[Any]) -> None:
@@ -58,7 +58,7 @@ class FaultNotReached(AssertionError):
 
 
 def name_exit(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code as text."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -68,19 +68,19 @@ def name_exit(code: int) -> str:
 
 
 def is_whole(dump: str) -> bool:
-    """Return whether a faulthandler dump includes all of the main thread, which is written last."""
+    """Return whether a faulthandler dump is complete; the main thread is written last."""
     return dump.rstrip().endswith((" in <module>", "\n  ..."))
 
 
 def _place_of(stack: str) -> list[str]:
-    """The position of a dump's main thread: its last call, then those of the code under test."""
+    """Return the position of the main thread: its last call, then those of the tested code."""
     frames = [(), *read_faulthandler(stack).values()][-1]
     tested = [f for f in frames[1:] if f.file.startswith(_PACKAGE) or not INSTALLED.search(f.file)]
     return [str(frame) for frame in (*frames[:1], *tested)][:_SHOWN_FRAMES]
 
 
 def trim_stack(dump: str) -> str:
-    """A faulthandler dump without this package's own frames."""
+    """Return a faulthandler dump without the frames of this package."""
     harness = (f'File "{HARNESS}', 'File "<string>"')
     lines = [line for line in unescape(dump).splitlines() if not line.lstrip().startswith(harness)]
     return "\n".join(lines).strip()
@@ -93,26 +93,26 @@ def failure(
     texts: dict[int, str],
     stacks: dict[int, str],
 ) -> RanksFailed:
-    """The exception for one call; each line of a rank's text is prefixed with the rank.
+    """Return the exception for a call; each line about a rank has the rank as its prefix.
 
-    The positions of the ranks with stacks come last, because often only the end of a long output is
+    The positions of ranks with stacks come last, because often only the end of a long output is
     kept.
 
     Args:
-        job: the job's name.
-        world_size: the number of ranks.
+        job: name of the job.
+        world_size: number of ranks.
         errors: as in RanksFailed.
-        texts: rank -> the traceback, if any.
+        texts: rank -> its traceback, if any.
         stacks: as in RanksFailed.
     """
     lines = [f"{len(errors)} of {world_size} ranks failed in {job}"]
     for rank, error in errors.items():
         text = texts.get(rank) or f"{type(error).__name__}: {error}"
         if stacks.get(rank):
-            text += f"\nIt stood at:\n{stacks[rank]}"
+            text += f"\nIts stacks:\n{stacks[rank]}"
         lines += [f"[rank{rank}] {line}".rstrip() for line in text.splitlines()]
     places = {rank: _place_of(stacks[rank]) for rank in errors if stacks.get(rank)}
     if any(places.values()):
-        lines.append("The main threads stood at, innermost call first:")
+        lines.append("Positions of the main threads, innermost call first:")
         lines += [f"[rank{rank}] {call}" for rank, calls in places.items() for call in calls]
     return RanksFailed("\n".join(lines), errors, stacks)

@@ -1,8 +1,7 @@
-"""The fork server: one process that has imported torch and forks a rank in about ten milliseconds.
+"""The fork server: a process that has imported torch, and forks a rank in about ten milliseconds.
 
-It only imports and forks: it runs no tensor operation and starts no thread, so that forking is
-safe. It also watches the ranks: it reports each death, and kills all ranks when the process that
-owns it has ended for any reason.
+The server runs no tensor operation and starts no thread, so that forking is safe. It also watches
+the ranks: it reports each death, and kills all ranks when its owner ends for any reason.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 import anyrank
 
-# torch._dynamo: the first fully_shard of a process imports it, which takes longer than most tests.
+# torch._dynamo: the first fully_shard in a process imports it, which takes longer than most tests.
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -34,8 +33,8 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
 )
-# The server also imports everything that the owner, for instance its test modules, has imported
-# from these packages: importing it in one rank after the other would take seconds.
+# The server also imports all modules of these packages that the owner, such as a test module, has
+# imported, because importing them in each rank would take seconds.
 PACKAGES = ("accelerate", "anyrank", "hypothesis", "lightning", "peft", "pytest", "transformers")
 START_SECONDS = 120.0
 COMMAND = (
@@ -51,16 +50,16 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
 
     Args:
         control_fd: the server's end of the socket to its owner.
-        folder: for the stack dumps of the ranks.
-        preload: modules to import; import errors are ignored here, and raised in the ranks.
+        folder: folder for the stack dumps of the ranks.
+        preload: modules to import. Import errors are ignored here, because ranks raise them.
     """
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in anyrank.__all__:  # else each rank imports what it uses of them, for 0.3 s
+    for name in anyrank.__all__:  # else each rank imports those that it uses, in 0.3 s
         getattr(anyrank, name)
     gc.collect()
-    gc.freeze()  # imported objects are never collected: ranks need not scan them (0.2 s each)
+    gc.freeze()  # ranks need not scan imported objects, which takes 0.2 s each time
     control = socket.socket(fileno=control_fd)
     wake_read, wake_write = socket.socketpair()
     wake_read.setblocking(False)
@@ -78,17 +77,17 @@ def serve(control_fd: int, folder: str, preload: list[str]) -> None:
     signal.set_wakeup_fd(-1)
     for pid in children:
         send_signal(pid, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)  # an owner that was killed could not do this
+    shutil.rmtree(folder, ignore_errors=True)  # because an owner that was killed could not do it
 
 
 def answer(control: socket.socket, children: set[int], folder: str) -> bool:
-    """Process one request of the owner. False when the owner has ended."""
+    """Process one request of the owner; return False if the owner has ended."""
     data, fds, _, _ = socket.recv_fds(control, FRAME.size, 1)
     if not data:
         return False
     kind, pid, signum = FRAME.unpack(data)
     if kind == SIGNAL:
-        if pid in children:  # not yet reaped, so the number is still that rank's
+        if pid in children:  # not reaped yet, so the id still belongs to the rank
             send_signal(pid, signum)
         return True
     child = os.fork()
@@ -103,13 +102,13 @@ def answer(control: socket.socket, children: set[int], folder: str) -> bool:
 
 
 def _run_child(control: socket.socket, fd: int, folder: str) -> None:
-    """Become a rank. Never returns."""
+    """Become a rank; never return."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()
-        os.setpgid(0, 0)  # its own group, so that processes it starts can be killed with it
+        os.setpgid(0, 0)  # its own group, to kill its processes with it
         from anyrank.testing import worker
 
         worker.work(Connection(fd), os.path.join(folder, str(os.getpid())))
@@ -119,26 +118,26 @@ def _run_child(control: socket.socket, fd: int, folder: str) -> None:
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(code)  # without exit handlers, which are the server's
+        os._exit(code)  # without exit handlers, which belong to the server
 
 
 def _report_deaths(control: socket.socket, children: set[int]) -> None:
     """Kill the processes that dead ranks started, notify the owner, and reap the ranks.
 
-    In this order, because whoever sees that a rank's process is gone must find the owner notified.
+    The order matters: the owner must be notified before the process of a rank disappears.
     """
     for pid in list(children):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            send_signal(pid, signal.SIGKILL)  # the group exists while it has members
+            send_signal(pid, signal.SIGKILL)  # the group exists as long as it has members
             control.sendall(FRAME.pack(DIED, pid, code))
             children.discard(pid)
             os.waitpid(pid, 0)
 
 
 def send_signal(pid: int, signum: int) -> None:
-    """Signal a rank; SIGKILL also goes to all processes that it started."""
+    """Signal a rank; send SIGKILL also to all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if signum == signal.SIGKILL:
             os.killpg(pid, signum)
@@ -150,7 +149,7 @@ class ForkServer:
     """The owner's end of the fork server. Every wait has a deadline.
 
     Attributes:
-        died: process id -> exit code (negative: the signal) of the ranks known to be dead.
+        died: process id -> exit code (negative for a signal) of ranks that are known to be dead.
     """
 
     def __init__(self, folder: str) -> None:
@@ -170,7 +169,7 @@ class ForkServer:
         server_end.close()
 
     def fork(self) -> tuple[int, Connection[Any, Any]]:
-        """Start one rank. Returns its process id and the pipe to it."""
+        """Start a rank; return its process id and the pipe to it."""
         owner_end, rank_end = Pipe()
         with rank_end:
             socket.send_fds(self.control, [FRAME.pack(FORK, 0, 0)], [rank_end.fileno()])
@@ -182,18 +181,18 @@ class ForkServer:
         return pid, owner_end
 
     def signal(self, pid: int, signum: int) -> None:
-        """Signal a rank; nothing happens when it is dead."""
+        """Signal a rank; do nothing if it is dead."""
         self.control.sendall(FRAME.pack(SIGNAL, pid, signum))
 
     def watch(self, seconds: float = 0.0) -> None:
-        """Wait at most `seconds` for a death, and record all deaths reported by then."""
+        """Wait at most `seconds` for a death, and record all reported deaths."""
         deadline = time.monotonic() + seconds
         while select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
             self.read(deadline)
             deadline = 0.0
 
     def read(self, deadline: float) -> int | None:
-        """Read one message: the id of a new rank, or None after a death or at the deadline."""
+        """Read a message; return the id of a new rank, or None after a death or the deadline."""
         seconds = max(0.0, deadline - time.monotonic())
         if not select.select([self.control], [], [], seconds)[0]:
             return None

@@ -1,6 +1,7 @@
 """The messages between a call and its ranks: pickled jobs and values.
 
-A pickle names functions and classes by module, which a rank imports, from the caller's `sys.path`.
+A pickle names functions and classes by their modules, which a rank imports with the `sys.path` of
+the caller.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 from anyrank.testing.fault import Fault
 
-MET = "met"  # from a rank: set up, and connected to all others
-GO = "go"  # to a rank: all are
+MET = "met"  # from a rank: it is set up, and connected to all others
+GO = "go"  # to a rank: all ranks have met
 END = "end"  # to a rank: all ranks of the call have answered
-READY = "ready"  # from a rank: cleaned up
-unpacking: list[str] = []  # the job whose module this rank imports
+READY = "ready"  # from a rank: it is cleaned up
+unpacking: list[str] = []  # the job whose module this rank is importing
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call for one rank. `store` is the file of the FileStore, None for no process group."""
+    """One call for one rank. `store` is the file of a FileStore; None for no process group."""
 
     rank: int
     world_size: int
@@ -38,21 +39,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Reached:
-    """A rank has reached a fault, and is about to fail."""
+    """The message that a rank has reached a fault, and is about to fail."""
 
     fault: Fault
 
 
 @dataclass(frozen=True)
 class Returned:
-    """A rank's job returned this value, pickled."""
+    """The value that the job of a rank returned, pickled."""
 
     value: bytes
 
 
 @dataclass(frozen=True)
 class Raised:
-    """A rank's job raised: the formatted traceback, and the exception if it can be pickled."""
+    """The formatted traceback of a job that raised, and its exception if it can be pickled."""
 
     text: str
     error: bytes | None
@@ -61,32 +62,33 @@ class Raised:
 def pack(job: Any) -> bytes:
     """Pickle a job with its arguments.
 
-    Raises ValueError if something in it can only exist in this process, and RuntimeError if
-    importing its module would start the ranks that import it, and so on.
+    Raises:
+        ValueError: a part of it cannot be sent to another process.
+        RuntimeError: ranks that import the module of the job would start ranks themselves.
     """
     if unpacking:
         raise RuntimeError(
-            f"the module of {unpacking[-1]} starts ranks while it is imported, which each rank "
-            'does: put the call under `if __name__ == "__main__":`, or in a test'
+            f"the module of {unpacking[-1]} starts ranks when it is imported, and each rank "
+            'imports it. Move the call under `if __name__ == "__main__":`, or into a test'
         )
     if job[0].__module__ == "__main__":
         raise ValueError(
-            f"{job[0]!r} is a job of a script, prompt, notebook or -c, which the ranks cannot "
-            "import: define the job in a module and import it"
+            f"{job[0]!r} is defined in a script, prompt, notebook or -c, which the ranks cannot "
+            "import. Define the job in a module, and import it"
         )
     try:
         return pickle.dumps(job, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{job[0]!r} or one of its arguments cannot be sent to the ranks: {error}. A job is a "
-            "function at the top level of a file; its arguments must be picklable."
+            f"{job[0]!r} or one of its arguments cannot be sent to the ranks: {error}. A job must "
+            "be a function at the top level of a module, with picklable arguments"
         ) from error
 
 
 def unpack(task: Task) -> Any:
-    """A job with its arguments, whose modules this imports."""
+    """Unpickle a job with its arguments, which imports their modules."""
     unpacking.append(task.name)
-    importlib.invalidate_caches()  # the module may be younger than the last look into its folder
+    importlib.invalidate_caches()  # the module may be newer than the cached listing of its folder
     try:
         return pickle.loads(task.job)  # noqa: S301 - the owner's own bytes
     finally:
@@ -94,7 +96,7 @@ def unpack(task: Task) -> Any:
 
 
 def describe(error: BaseException, skip: int) -> Raised:
-    """An exception as a message, without its first `skip` frames."""
+    """Return an exception as a message, without its first `skip` frames."""
     tb = error.__traceback__
     for _ in range(skip):
         tb = tb.tb_next if tb is not None else None
@@ -107,6 +109,6 @@ def describe(error: BaseException, skip: int) -> Raised:
 
 
 def name_of(job: Any) -> str:
-    """A job's name for messages."""
+    """Return the name of a job for messages."""
     name = getattr(job, "__qualname__", None)
     return f"{job.__module__}.{name}" if name else repr(job)

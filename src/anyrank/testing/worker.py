@@ -1,4 +1,4 @@
-"""The main loop of a rank: receive a call, run its job in a fresh state, answer, clean up."""
+"""The main loop of a rank: receive a call, run its job in a new state, answer, clean up."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ SPIN_SECONDS = 1.0  # CPU time; an idle group takes a tenth of it in a minute
 def work(conn: Connection[Any, Any], stack_file: str) -> None:
     """Run calls until the owner closes the pipe.
 
-    Each call is: a Task in; MET out; GO in, once all ranks have met; any number of Reached, then
-    Returned or Raised out; END in, once all ranks have answered; READY out. A rank that cannot be
-    set up answers Raised at once, and the others get END instead of GO.
+    The messages of a call: a Task in; MET out; GO in, after all ranks have met; any number of
+    Reached, then Returned or Raised out; END in, after all ranks have answered; READY out. A rank
+    that cannot be set up answers Raised at once, and the others get END instead of GO.
 
     Args:
         conn: the pipe to the owner.
-        stack_file: SIGUSR2, or a crash, writes the stacks of all threads there.
+        stack_file: file to which SIGUSR2 or a crash writes the stacks of all threads.
     """
     stacks = open(stack_file, "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
     faulthandler.enable(stacks)
-    # Not SIGUSR1, which Checkpoints uses.
+    # Not SIGUSR1, because Checkpoints uses it.
     faulthandler.register(signal.SIGUSR2, stacks)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
@@ -57,12 +57,12 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
             answer = run(conn.recv(), conn, groups)
             if answer is not None:
                 if isinstance(answer, Returned) and (names := _find_left_threads(before)):
-                    answer = Raised(f"RuntimeError: the job left threads running: {names}", None)
+                    answer = Raised(f"RuntimeError: threads of the job still run: {names}", None)
                 conn.send(answer)
                 if isinstance(answer, Raised):
                     _clean_up()
-                    groups.clear()  # the other ranks notice their closed connections
-                # Closing the connections before END could cut off a rank that still receives.
+                    groups.clear()  # so that other ranks notice the closed connections
+                # Closing connections before END could interrupt a rank that still receives.
                 ended = conn.recv()
                 assert ended == END
             _clean_up()
@@ -73,18 +73,18 @@ def work(conn: Connection[Any, Any], stack_file: str) -> None:
 
 
 def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned | Raised | None:
-    """Run one job, with its default group added to `groups`.
+    """Run one job, and add its default group to `groups`.
 
-    Any exception, SystemExit included, is an answer. None if another rank could not be set up, and
-    and the job has not run.
+    Any exception, including SystemExit, is an answer. Returns None if another rank could not be set
+    up, so that the job did not run.
     """
     try:
         with warnings.catch_warnings():
             reset(task)
             job, args, kwargs = transport.unpack(task)
             meet(task)
-            # A job may destroy the group before its DDP model. Then the model, the last to refer to
-            # it, would end its threads while it holds Python's lock, for which they wait.
+            # A job may destroy the group before its DDP model. The model would then have the last
+            # reference, and end the group's threads while it holds the GIL, for which they wait.
             groups.append(dist.group.WORLD)
             conn.send(MET)
             if conn.recv() != GO:
@@ -98,14 +98,14 @@ def run(task: Task, conn: Connection[Any, Any], groups: list[Any]) -> Returned |
 
 
 def meet(task: Task) -> None:
-    """Initialize torch.distributed, if wanted."""
+    """Initialize torch.distributed if the task has a store."""
     if task.store is not None:
         store = dist.FileStore(task.store, task.world_size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size)
 
 
 def _reporter(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
-    """A function that reports a fault to the owner. Several threads may call it."""
+    """Return a function that reports a fault to the owner. Several threads may call it."""
     lock = threading.Lock()
 
     def report(reached: fault.Fault) -> None:
@@ -116,7 +116,7 @@ def _reporter(conn: Connection[Any, Any]) -> Callable[[fault.Fault], None]:
 
 
 def reset(task: Task) -> None:
-    """Reset everything that an earlier job may have changed to the state of a fresh process."""
+    """Reset all that an earlier job may have changed to the state of a new process."""
     os.environ.clear()
     os.environ.update(task.environ)
     os.chdir(task.cwd)
@@ -135,23 +135,24 @@ def reset(task: Task) -> None:
 
 
 def _clean_up() -> None:
-    """Release all that the job left. Process groups first: reference cycles may hold them."""
+    """Release all that the job left; process groups first, because cycles may refer to them."""
     fault.disarm()
     _end_children()
-    # A DDP module would end its group's threads and hold Python's lock, for which they may wait.
+    # A DDP module would end the threads of its group while it holds the GIL, for which they may
+    # wait.
     groups = _find_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     _forget_meshes()
     gc.collect()
     del groups
-    gc.freeze()  # mostly modules: scanning a large library's objects takes 0.2 s each time
+    gc.freeze()  # mostly modules; scanning the objects of a large library takes 0.2 s
 
 
 def _end_children() -> None:
-    """End the processes that the job left, such as workers of a loader that nothing closed.
+    """End the processes that the job left, such as workers of a loader that was not closed.
 
-    Python collects such a loader after its queues, so torch could not tell its workers to end, and
+    Python collects such a loader after its queues, so torch could not tell the workers to end, and
     would wait ten seconds for them.
     """
     if children := multiprocessing.active_children():
@@ -161,27 +162,29 @@ def _end_children() -> None:
 
 
 def _find_groups() -> list[Any]:
-    """The existing process groups."""
-    world = getattr(dist.distributed_c10d, "_world", None)  # private, and not in every version
+    """Return the existing process groups."""
+    world = getattr(
+        dist.distributed_c10d, "_world", None
+    )  # private, and not in every version of torch
     return list(getattr(world, "pg_map", ()))
 
 
 def _has_partial_group() -> bool:
-    """Return whether a failed init_process_group left a changed group count.
+    """Return whether a failed init_process_group has changed the group count.
 
-    Groups are numbered, and the numbers must be equal on all ranks. The count is reset only when
-    the default group is destroyed.
+    Groups are numbered, and the numbers must be the same on every rank. The count is reset only
+    when the default group is destroyed.
     """
-    # Private, and not in every version of torch; without it, the next call on the rank fails.
+    # Private, and not in every version of torch. Without it, the next call on the rank fails.
     world = getattr(dist.distributed_c10d, "_world", None)
     return getattr(world, "group_count", 0) != 0
 
 
 def _has_spinning_group() -> bool:
-    """Return whether a gloo group that something still refers to has used seconds of CPU time.
+    """Return whether a thread of a gloo group that still exists has used seconds of CPU time.
 
-    If a message came in for which nobody waits, for example after a failure, its thread takes up a
-    whole core for as long as the process lives.
+    If a message arrives for which no thread waits, for example after a failure, the thread of the
+    group uses a whole core until the process ends.
     """
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
@@ -194,7 +197,7 @@ def _has_spinning_group() -> bool:
 
 
 def _forget_meshes() -> None:
-    """Empty DTensor's caches.
+    """Clear the caches of DTensor.
 
     Meshes of the same shape are equal, so the caches would return meshes of an earlier call, whose
     process groups are destroyed.
@@ -215,7 +218,7 @@ def _forget_meshes() -> None:
 
 
 def _find_left_threads(before: list[threading.Thread]) -> list[str]:
-    """The names of new threads that would keep a process from ending, after a second for each."""
+    """Return the names of new threads that keep a process alive, after a second for each."""
     threads = [thread for thread in threading.enumerate() if thread not in before]
     kept = [thread for thread in threads if not thread.daemon]
     for thread in kept:

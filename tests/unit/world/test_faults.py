@@ -53,9 +53,9 @@ def test_a_fault_strikes_at_its_passage_only() -> None:
 @pytest.mark.parametrize(
     ("rank", "how", "nth", "message"),
     [
-        (0, "explode", 1, "Fault.how is 'explode'"),
-        (0, "kill", 0, "nth counts from 1"),
-        (-1, "kill", 1, "rank from 0"),
+        (0, "explode", 1, "how='explode': must be 'raise', "),
+        (0, "kill", 0, "nth must be at least 1"),
+        (-1, "kill", 1, "rank at least 0"),
     ],
 )
 def test_a_wrong_fault_is_refused(rank: int, how: str, nth: int, message: str) -> None:
@@ -67,7 +67,7 @@ def test_faults_that_cannot_all_strike_are_refused() -> None:
     check([Fault(1, "a", "kill"), Fault(1, "a", "kill", nth=2), Fault(0, "a", "kill")], 2)
     with pytest.raises(ValueError, match="only 2 ranks"):
         check([Fault(2, "a", "kill")], 2)
-    with pytest.raises(ValueError, match="same passage"):
+    with pytest.raises(ValueError, match="two faults have the same rank, point and nth"):
         check([Fault(1, "a", "kill"), Fault(1, "a", "raise")], 2)
 
 
