@@ -132,7 +132,9 @@ def test_findings_are_exit_1(anyrank: Callable[[str], Result]) -> None:
     assert told["ranks"] == 3
     (finding,) = told["findings"]
     assert finding["rule"] == "replicas"
-    assert finding["where"].startswith("0.weight, 0.bias, 2.weight, 2.bias, rank 0 unlike rank 1")
+    assert finding["where"].startswith(
+        "0.weight, 0.bias, 2.weight, 2.bias; rank 0 differs from rank 1"
+    )
 
 
 def test_an_optimizer_of_nothing_is_found_at_the_next_forward(
@@ -149,9 +151,15 @@ def test_an_optimizer_of_nothing_is_found_at_the_next_forward(
     ("script", "said"),
     [
         ("raise RuntimeError('no data')", "RuntimeError: no data"),
-        ("print('nothing to do')", "train.py: ended before an optimizer step: nothing was checked"),
-        ("", "give the script that trains, and the arguments that it trains with; it printed"),
-        ("import os; os._exit(3)", "train.py: failed with exit code 3 before an optimizer step"),
+        (
+            "print('nothing to do')",
+            "train.py ended before its first optimizer step, so nothing was",
+        ),
+        ("", "Pass the training script with its usual arguments. It printed nothing"),
+        (
+            "import os; os._exit(3)",
+            "train.py failed with exit code 3 before its first optimizer step",
+        ),
     ],
 )
 def test_a_script_without_a_step_is_one_message(

@@ -101,10 +101,10 @@ def test_the_odd_rank_of_a_launcher_is_named(
     first, second, *_ = result.stdout.splitlines()
     assert first == (
         "anyrank: rank 1 waits in all_gather_object at /u/train.py:27 main; "
-        "ranks 0, 2 wait in all_reduce at /u/train.py:20 main now"
+        "ranks 0, 2 wait in all_reduce at /u/train.py:20 main"
     )
-    assert (
-        second == "  every rank has to make the same calls, with as many elements of the same dtype"
+    assert second == (
+        "  every rank must make the same calls, with the same dtypes and numbers of elements"
     )
     assert {state_of(pid) for pid in ranks_of(launcher)} == {"S"}  # the job lives on
 
@@ -140,8 +140,11 @@ def test_without_py_spy_the_commands_are_named(
     result = anyrank(f"stacks {launcher}")
     assert result.exit_code == 0
     assert result.stdout.count(": py-spy dump --pid ") == 3
-    assert "cannot be seen without the stacks of ranks 0, 1, 2" in result.stdout
-    assert "none is seen to hold up" not in result.stdout
+    assert (
+        "the stacks of ranks 0, 1, 2 are needed to tell which rank blocks the others"
+        in result.stdout
+    )
+    assert "no rank appears to block" not in result.stdout
     assert "pip install 'anyrank[stacks]'" in result.stdout
 
 
@@ -149,11 +152,11 @@ def test_what_a_watch_has_said_is_shown() -> None:
     """Of a job whose stacks nobody may read."""
     job = Job(4711, {0: os.getpid()})
     file = os.memfd_create(VERDICT)
-    os.write(file, b"02:31:07\nanyrank: rank 1 is in its loader")
+    os.write(file, b"02:31:07\nanyrank: rank 1 is in its data loader")
     lines, verdict = describe(job, [Look(0)])
     os.close(file)
     assert verdict is None
-    said = ["  the watch of rank 0 has said at 02:31:07:", "anyrank: rank 1 is in its loader"]
+    said = ["  the watch of rank 0 reported at 02:31:07:", "anyrank: rank 1 is in its data loader"]
     assert lines[-2:] == said
 
 
@@ -178,8 +181,8 @@ def test_what_is_no_job_is_one_message(anyrank: Callable[[str], Result]) -> None
     alone = subprocess.Popen(["sleep", "60"])
     try:
         for pid, said in (
-            (alone.pid, f"process {alone.pid}: neither a rank nor the launcher of some"),
-            (4194304, "process 4194304: there is no such process on this machine"),
+            (alone.pid, f"process {alone.pid}: is neither a rank nor a launcher of ranks"),
+            (4194304, "process 4194304: does not exist on this machine"),
         ):
             result = anyrank(f"stacks {pid}")
             assert result.exit_code == 1
@@ -193,10 +196,10 @@ def test_what_is_no_job_is_one_message(anyrank: Callable[[str], Result]) -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--watch soon", "give a time above 0"),
-        ("--watch 60s --report nowhere/x.json", "give a file in a folder that exists"),
-        ("--exit", "--exit and --report go with --watch"),
-        ("--report x.json", "--exit and --report go with --watch"),
+        ("--watch soon", "must be a positive time"),
+        ("--watch 60s --report nowhere/x.json", "must be a file in a folder that exists"),
+        ("--exit", "--exit and --report require --watch TIME"),
+        ("--report x.json", "--exit and --report require --watch TIME"),
     ],
 )
 def test_options_of_a_watch_that_are_wrong_are_wrong_usage(

@@ -305,7 +305,7 @@ if rank == 1:
 step(x)
 """
     done = torchrun(tmp_path, PRELUDE + script)
-    assert "rank 1 never called anyrank.watch: call it on every rank" in done.stderr
+    assert "rank 1 never called anyrank.watch. Call it on every rank" in done.stderr
     (screen,) = screens(done.stderr)
     said = "anyrank: rank 1 has never called anyrank.watch; ranks 0, 2 called all_reduce #2 at "
     assert screen.startswith(said)
@@ -332,7 +332,7 @@ raise KeyError("of the script")
 """
     done = torchrun(tmp_path, PRELUDE + script, ranks=2)
     assert done.returncode == 1
-    assert done.stderr.count("watch() was called again, and runs already after 1 s") == 2
+    assert done.stderr.count("watch() is already running, after=1 s") == 2
     assert "KeyError: 'of the script'" in done.stderr
     assert (screens(done.stderr), our_frames(done.stderr)) == ([], [])
     assert not (tmp_path / "out").exists()

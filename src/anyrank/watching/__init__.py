@@ -1,5 +1,5 @@
-"""Observes a job: `watch`, `check`, and which rank is slow.
+"""Observe a job: `watch`, `check`, and the search for slow ranks.
 
-A script enters it by `watch`, and `cli`. It may import `training`, `live`, `loading` and the wings
-that these may import.
+The entry points are `watch`, `check`, and the modules that `cli` runs. May import `training`,
+`live`, `loading` and the wings that these may import.
 """

@@ -1,8 +1,8 @@
-"""The ranks' signs of life, and the one rank that judges a standstill.
+"""Heartbeats of the ranks, and the election of the one rank that diagnoses a hang, the judge.
 
-Each rank writes its own sign. Only the judging rank reads all of them, by one call of the store;
-the others read its sign alone. So a stall costs a rank two keys a second, on any number of ranks,
-and a rank that was only late is not judged by a second judge.
+Each rank writes its own heartbeat. Only the judge reads all of them, with one call of the store;
+the other ranks read only that of the judge. A hang therefore costs a rank two keys per second on
+any number of ranks, and a rank that was only late gets no second judge.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from anyrank.world.store import Store
 
-SILENT_SEC = 5.0  # without a new sign of life, after which a rank is inspected from outside
-REPLACED_SEC = 10.0  # without a sign of the judge, after which another rank judges
-READINGS = 4  # of one sign before it counts as old: a reader without a core has read it only once
-LEFT = "left"  # the last sign of life of a rank whose watch has ended
-ABSENT = "absent"  # in place of the sign of a rank that has never given one
+SILENT_SEC = 5.0  # without a heartbeat, after which a rank is inspected from outside
+REPLACED_SEC = 10.0  # without a heartbeat of the judge, after which another rank replaces it
+READINGS = 4  # of a heartbeat before it is old: a reader without a core may have read it once
+LEFT = "left"  # the last heartbeat of a rank whose watch has ended
+ABSENT = "absent"  # in place of a heartbeat, for a rank that never had one
 
 
 class Beat(NamedTuple):
-    """A rank's last sign of life.
+    """The last heartbeat of a rank, as this rank has read it.
 
     Attributes:
-        text: as in the store: steps, seconds since the last, and a part that makes it new; LEFT;
-            ABSENT; or "" if nobody has looked.
-        time: time of its first reading.
-        readings: number of readings.
+        text: the text in the store: the number of steps, the seconds since the last one, and a part
+            that makes it new; or LEFT, or ABSENT; or "" before the first reading.
+        time: time of the first reading of this text.
+        readings: number of readings of this text.
     """
 
     text: str = ""
@@ -34,48 +34,48 @@ class Beat(NamedTuple):
     readings: int = 0
 
     def read(self, text: str) -> Beat:
-        """Read this sign once more, or a new one."""
+        """Return the heartbeat after another reading."""
         if text == self.text:
             return self._replace(readings=self.readings + 1)
         return Beat(text, time.monotonic(), 1)
 
     @property
     def watches(self) -> bool:
-        """Return whether the rank has given a sign, and has not ended its watch."""
+        """True if the rank has had a heartbeat, and has not ended its watch."""
         return self.text not in ("", LEFT, ABSENT)
 
     def is_old(self, seconds: float) -> bool:
-        """Return whether there was no other sign for so long."""
+        """Return whether the rank has had no new heartbeat for a number of seconds."""
         return time.monotonic() - self.time > seconds and self.readings >= READINGS
 
     @property
     def lives(self) -> bool:
-        """Return whether the rank watches, and has given a sign recently."""
+        """True if the rank watches, and had a heartbeat recently."""
         return self.watches and not self.is_old(SILENT_SEC)
 
     @property
     def steps(self) -> int:
-        """The number of steps that the rank has made."""
+        """Number of steps that the rank has made."""
         return int(self.text.split()[0]) if self.watches else 0
 
     @property
     def idle_sec(self) -> float:
-        """Seconds since the last step of a living rank."""
+        """Seconds since the last step of the rank, which must have a heartbeat."""
         return float(self.text.split()[1]) + time.monotonic() - self.time
 
 
 class Beats:
-    """The signs of life of all ranks, as this rank gives and reads them.
+    """The heartbeats of all ranks: this rank publishes its own, and reads those of others.
 
-    Rank 0 judges. If it gives no sign for REPLACED_SEC, the lowest rank that does replaces it for
-    good: the store records who was first.
+    Rank 0 is the judge. If it has no heartbeat for REPLACED_SEC, the lowest rank that has one
+    replaces it permanently; the store records which rank was first.
 
     Args:
-        store: the watch's store.
-        rank, size: this rank and the number of ranks of the job.
+        store: the store of the watch.
+        rank, size: this rank, and the number of ranks of the job.
 
     Attributes:
-        last: sign of each rank, as last read by `listen`.
+        last: the heartbeat of each rank, as last read by `listen`.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -85,15 +85,15 @@ class Beats:
         self._term, self._judge, self._judges_beat = 0, 0, Beat("unread")
 
     def give(self, steps: int, idle_sec: float) -> None:
-        """Give a sign of life."""
+        """Publish a heartbeat."""
         self._store.set(self._keys[self._rank], f"{steps} {idle_sec:.3f} {time.monotonic()}")
 
     def leave(self) -> None:
-        """Give the last sign of life."""
+        """Publish that the watch of this rank has ended."""
         self._store.set(self._keys[self._rank], LEFT)
 
     def listen(self) -> None:
-        """Read all ranks' signs, by a single call once each rank has a key."""
+        """Read the heartbeats of all ranks, with a single call once each rank has a key."""
         if not self._store.has(self._keys):
             for rank in self._store.find_absent(self._keys, self._size):
                 self._store.set_first(self._keys[rank], ABSENT)
@@ -103,7 +103,7 @@ class Beats:
         ]
 
     def find_judge(self) -> bool:
-        """Find out which rank judges; return whether it is this one."""
+        """Find the judge; return whether it is this rank."""
         while successor := self._store.get(f"judge/{self._term + 1}"):
             self._term, self._judge = self._term + 1, int(successor)
             self._judges_beat = Beat("unread")
@@ -116,12 +116,12 @@ class Beats:
         lower = (beat for rank, beat in enumerate(self.last[: self._rank]) if rank != self._judge)
         if not any(beat.lives for beat in lower):
             self._store.set_first(f"judge/{self._term + 1}", str(self._rank))
-        return False  # the next call reads who was first
+        return False  # the next call reads which rank was first
 
     def steps(self) -> int:
-        """The steps of all ranks together."""
+        """Return the number of steps of all ranks together."""
         return sum(beat.steps for beat in self.last)
 
     def idle_sec(self) -> float:
-        """Seconds since the last step of any rank."""
+        """Return the seconds since the last step of any rank."""
         return min((beat.idle_sec for beat in self.last if beat.lives), default=0.0)

@@ -1,4 +1,4 @@
-"""`anyrank.check`: finds the mistakes of a set-up on several ranks before the first step."""
+"""`anyrank.check`: find mistakes in a setup on several ranks before the first step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def check(
     global_batch: int | None = None,
     accumulation: int = 1,
 ) -> Findings:
-    """Look for common mistakes on several ranks. All ranks, before the first step.
+    """Look for common mistakes in the setup of a training, before its first step.
 
-    Nothing is changed, no sample is read and no forward is run. It takes about as long as reading
-    the parameters once. In a single process the rules that compare ranks are silent. The rules are
-    `replicas`, `ties`, `optimizer`, `trainable`, `random`, `sampler`, `batch` and `frozen`:
-    docs/check.md says what each of them finds.
+    Collective: every rank must call it. Changes nothing, reads no sample, and runs no forward. It
+    takes about as long as reading the parameters once. In a single process, the rules that compare
+    ranks find nothing. The rules are `replicas`, `ties`, `optimizer`, `trainable`, `random`,
+    `sampler`, `batch` and `frozen`; docs/check.md says what each of them finds.
 
     Example::
 
@@ -42,19 +42,19 @@ def check(
 
     Args:
         model: the model as it is trained: wrapped, sharded, adapted.
-        optimizer: the optimizer of its parameters, or a list of several; without it, its rule is
-            silent.
-        loader: the loader of the training data; without it, the rules on data are silent.
-        global_batch: samples that a step should have, on all ranks together.
-        accumulation: number of batches that each rank accumulates for a step.
+        optimizer: the optimizer of its parameters, or a list of several. If omitted, its rule is
+            skipped.
+        loader: the loader of the training data. If omitted, the rules about data are skipped.
+        global_batch: number of samples that a step should have, on all ranks together.
+        accumulation: number of batches that each rank accumulates per step.
 
     Returns:
-        The findings, the same on all ranks: an empty list if all is well.
+        The findings, the same on every rank; an empty list if nothing is wrong.
 
     Raises:
-        LoadError: the model is wrapped by FSDP1, or a part is packed by torch.ao.
-        RankError: arguments differ between ranks, or a rank did not come.
-        TypeError, ValueError: an argument that is wrong on its face.
+        LoadError: the model is wrapped by FSDP1, or torch.ao has packed a part of it.
+        RankError: arguments differ between ranks, or a rank did not call.
+        TypeError, ValueError: an argument is wrong.
     """
     return check_now(model, optimizer, loader, global_batch=global_batch, accumulation=accumulation)
 
@@ -69,10 +69,13 @@ def check_now(
     written: Collection[int] | None = None,
     is_seeded: bool = False,
 ) -> Findings:
-    """Check like `check`; with `written`, after forwards have run. All ranks.
+    """Do what `check` does, before or after forwards have run. Collective.
 
-    These have changed buffers and the frozen parameters with the ids in `written`, and may have run
-    under their own seed.
+    Args:
+        model, optimizer, loader, global_batch, accumulation: as for `check`.
+        written: ids of the frozen parameters that forwards have changed; None if no forward has
+            run. After a forward, buffers are not compared.
+        is_seeded: whether forwards ran with their own seeds.
     """
     listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [value for value in listed if value is not None]
@@ -81,7 +84,9 @@ def check_now(
         check_model(model)
         for value in optimizers:
             if not hasattr(value, "param_groups"):
-                raise TypeError(f"optimizer= takes an optimizer, not {type(value).__name__}")
+                raise TypeError(
+                    f"optimizer=: expected a torch optimizer, got {type(value).__name__}"
+                )
         if global_batch is not None:
             check_int("global_batch", global_batch, 1)
         check_int("accumulation", accumulation, 1)
@@ -98,10 +103,10 @@ def check_now(
             "looking at the model", find_facts, join_digests
         )
         wrong = differing(tables, compared, ranks, LINES)
-        facts = ranks.collect("telling what was seen", own_facts)
+        facts = ranks.collect("sharing facts about the model", own_facts)
 
         def judge() -> list[Finding]:
             assert facts is not None
             return run_rules(Known(ranks.ranks, facts, wrong, global_batch, accumulation))
 
-        return Findings(ranks.run_on_one("judging the set-up", judge), ranks.size)
+        return Findings(ranks.run_on_one("applying the rules", judge), ranks.size)

@@ -1,4 +1,4 @@
-"""Facts about one rank's loader, for the mistakes that `check` knows. No sample is read."""
+"""Facts about the loader of one rank, for the rules of `check`. Reads no sample."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.utils.data.distributed import DistributedSampler
 
 from anyrank.training.steps.loader import ElasticLoader
 
-MOST_DATASETS = 8  # wrapped around each other
+MOST_DATASETS = 8  # that wrap each other
 
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """One rank's loader.
+    """The facts about the loader of one rank.
 
     Attributes:
-        batch: samples of a batch on this rank; None if unknown.
-        share: for a DistributedSampler: the number of ranks, and the one whose share it takes.
-        seed: seed of a DistributedSampler that shuffles.
+        batch: number of samples per batch on this rank; None if unknown.
+        share: for a DistributedSampler, its num_replicas and its rank.
+        seed: seed of a DistributedSampler that shuffles; None otherwise.
         samples: number of samples of the dataset, if it has a length.
-        subset: digest of the rows of a Subset; empty for another dataset.
-        repeated: number of samples that are given twice, so that all ranks get the same number.
+        subset: digest of the indices of a Subset; empty for any other dataset.
+        repeated: number of samples that are repeated so that all ranks get the same number.
     """
 
     batch: int | None
@@ -36,7 +36,10 @@ class LoaderFacts:
 
 
 def look_at(loader: Any) -> LoaderFacts | None:
-    """The facts of a loader; None for none, and for anyrank's, which compares its own arguments."""
+    """Return the facts about a loader; None for no loader, and for an ElasticLoader.
+
+    An ElasticLoader compares its arguments itself.
+    """
     if loader is None or isinstance(loader, ElasticLoader):
         return None
     dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
@@ -62,7 +65,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _rows(dataset: Any) -> str:
-    """The digest of the rows of a Subset, or of a Subset inside other datasets; else ""."""
+    """Return the digest of the indices of a Subset, possibly inside other datasets; else ""."""
     for _ in range(MOST_DATASETS):
         if isinstance(dataset, Subset):
             rows = repr([*map(int, dataset.indices)]).encode()

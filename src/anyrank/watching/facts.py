@@ -1,4 +1,4 @@
-"""The ranks' common knowledge: each rank's facts, gathered once, and where its tables differ."""
+"""The input of the rules: the facts of each rank, and the differences between their tables."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from anyrank.watching.findings import Finding
 from anyrank.world.alike import RanksByText
 from anyrank.world.ranks import Ranks
 
-FINDINGS = 32  # of one rank itself
-LINES = 32  # of a table, from each rank; keeps the gathered data small
+FINDINGS = 32  # that one rank reports about itself
+LINES = 32  # of a table, per rank; keeps the gathered data small
 
 
 Tables: TypeAlias = "dict[str, dict[str, str]]"
-"""Lines that ranks should have alike, by table."""
+"""Table -> line -> text; the lines that should be the same on every rank."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one rank: small, and without a tensor.
+    """The facts of one rank: small, and without tensors.
 
     Attributes:
         tensor_parallel: ranks that share one copy of the data.
-        seed: seed of torch's generator, which is the same however often a rank has drawn.
-        is_seeded: whether forwards run under seeds of their own, as an ElasticLoader's do.
+        seed: seed of torch's generator; it does not depend on how many numbers were drawn.
+        is_seeded: whether each forward has its own seed, as with an ElasticLoader.
         dropout: modules that draw random numbers in each forward.
-        loader: None for none, and for an ElasticLoader.
-        findings: findings of this rank alone.
+        loader: facts about the loader; None for no loader, and for an ElasticLoader.
+        findings: findings that need only this rank.
     """
 
     tensor_parallel: int
@@ -50,12 +50,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Known:
-    """The input of the rules, the same on all ranks.
+    """The input of the rules.
 
     Attributes:
         ranks: global ranks.
-        facts: facts of each of them.
-        differing: table -> line -> its texts, and their ranks.
+        facts: facts of each rank.
+        differing: table -> line -> each text, with the ranks that have it.
         global_batch, accumulation: arguments of `check`.
     """
 
@@ -67,7 +67,7 @@ class Known:
 
     @property
     def data_parallel(self) -> int:
-        """The number of ranks that should have different data."""
+        """Number of ranks that should have different data."""
         return max(1, len(self.ranks) // max(facts.tensor_parallel for facts in self.facts))
 
 
@@ -79,19 +79,19 @@ def facts_of(
     written: Collection[int] | None = None,
     is_seeded: bool = False,
 ) -> tuple[Tables, Facts]:
-    """This rank's tables and facts.
+    """Return the tables and the facts of this rank.
 
     Args:
         model: the model as it is trained.
-        optimizers: its optimizers; none if they are not known.
-        loader: the loader of its data, or None.
+        optimizers: its optimizers; empty if unknown.
+        loader: the loader of the training data, or None.
         ranks: the ranks that check together.
-        written: ids of frozen parameters that forwards have written to, as they do to buffers; None
-            if no forward ran, so that buffers are equal too.
-        is_seeded: whether forwards ran under their own seeds.
+        written: ids of the frozen parameters that forwards have changed; None if no forward has
+            run, so that buffers are compared too.
+        is_seeded: whether forwards ran with their own seeds.
 
     Raises:
-        LoadError: the model's parameters are not its own (FSDP1).
+        LoadError: the model is wrapped by FSDP1.
     """
     parts = model_rules.take_apart(model)
     tensors = model_rules.readable(parts, written)
@@ -121,20 +121,20 @@ def facts_of(
 
 
 def _seed(on_accelerator: bool) -> int:
-    """The seed of the generator from which the model draws."""
+    """Return the seed of the generator from which the model draws."""
     modules = [torch.get_device_module(d) for d in own_accelerator() if on_accelerator]
     seeds = (getattr(module, "initial_seed", torch.initial_seed) for module in modules)
     return next(seeds, torch.initial_seed)()
 
 
 def _share(tensor: ShardedTensor) -> str | None:
-    """A text that is equal for ranks that hold the same part of a tensor; None outside its mesh."""
+    """Return a text that identifies a rank's part of a tensor; None outside of its mesh."""
     layout, coordinate = tensor.layout, tensor.coordinate
     if layout is None:
         return "whole"
     if coordinate is None:
         return None
-    if layout.placements:  # along the other axes of the mesh, ranks hold the same part
+    if layout.placements:  # along mesh axes that do not shard, ranks hold the same part
         axes = zip(coordinate, layout.placements, strict=True)
         coordinate = [number for number, rule in axes if rule.kind == "shard"]
     return f"{layout} at {[*coordinate]}"

@@ -1,4 +1,4 @@
-"""The findings of `anyrank.check`, as data and as one screen."""
+"""The findings of `anyrank.check`, as data and as text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INDENT = " " * 12  # rules have at most eleven letters
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake in a training's set-up.
+    """One problem that `check` found in the setup of a training.
 
     Attributes:
-        rule: the rule that found it, see `check`.
-        what: the mistake, in a sentence.
+        rule: the rule that found it; see `check`.
+        what: the problem, in a sentence.
         where: the parameter, module or sampler, and the ranks.
         why: the consequence.
         fix: code, or an action.
@@ -34,10 +34,10 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """The findings of a check, the same on all ranks: a list that prints as one screen.
+    """The findings of a check, the same on every rank: a list with a text for a person as `str`.
 
     Attributes:
-        num_ranks: number of ranks that checked together.
+        num_ranks: number of ranks that were checked together.
     """
 
     def __init__(self, findings: list[Finding], num_ranks: int) -> None:
@@ -49,6 +49,6 @@ class Findings(list[Finding]):
         return "\n".join([head, *map(str, self)])
 
     def to_json(self) -> str:
-        """The findings as a JSON object."""
+        """Return the findings as a JSON object."""
         plain = {"ranks": self.num_ranks, "findings": [asdict(finding) for finding in self]}
         return json.dumps(plain, indent=2)

@@ -1,9 +1,9 @@
-"""A rank of `anyrank check`: runs a script up to its first optimizer step, and checks there.
+"""A rank of `anyrank check`: run a script up to its first optimizer step, and check there.
 
-Started as `python -m anyrank.watching.first_step RESULT SCRIPT ARGUMENTS`, with `-m MODULE` in
-place of a script. Torch's public hooks show the modules that run a forward, and the steps. An
-optimizer that misses parameters may be one of several: then it steps, and the check comes before
-the next forward.
+Started as `python -m anyrank.watching.first_step RESULT SCRIPT ARGUMENTS`; `-m MODULE` may replace
+the script. Public hooks of torch show the modules that run a forward, and the optimizer steps. An
+optimizer that lacks parameters may be one of several. In that case it steps, and the check runs
+before the next forward.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from anyrank.world.ranks import open_ranks
 
 
 class FirstStep:
-    """The observations of a script.
+    """The modules and optimizers that a script uses until its first step.
 
     Args:
-        result: path of the file that the first rank writes.
+        result: path of the file that rank 0 writes.
     """
 
     def __init__(self, result: str) -> None:
         self.result = result
         self.seen: dict[int, nn.Module] = {}  # modules that ran a forward
-        self.frozen: dict[int, tuple[nn.Parameter, int]] = {}  # with the number of writes to each
+        self.frozen: dict[int, tuple[nn.Parameter, int]] = {}  # with the version of each
         self.optimizers: list[Optimizer] = []
         self.model: nn.Module | None = None
-        self.seed = torch.initial_seed()  # under which the last forward ran
+        self.seed = torch.initial_seed()  # with which the last forward ran
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Hook of all modules."""
+        """Record a module before its forward; a hook of all modules."""
         if module is self.model:
             self.conclude()
         self.seed = torch.initial_seed()
@@ -52,7 +52,7 @@ class FirstStep:
         self.seen.setdefault(id(module), module)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook of all optimizers. All ranks."""
+        """Check before the first step; a hook of all optimizers. Collective."""
         if any(optimizer is known for known in self.optimizers):
             self.conclude()
         self.optimizers.append(optimizer)
@@ -67,14 +67,14 @@ class FirstStep:
             self.conclude()
 
     def misses(self) -> bool:
-        """Return whether the model has trainable parameters that no optimizer has stepped yet."""
+        """Return whether the model has trainable parameters that no known optimizer has."""
         stepped = parameters_of(self.optimizers)
         model = self.model
         assert model is not None
         return any(p.requires_grad and id(p) not in stepped for p in model.parameters())
 
     def conclude(self) -> NoReturn:
-        """Check, write down the findings, and end the process. All ranks."""
+        """Check, write the findings, and end the process. Collective."""
         try:
             text = self.check()
         except AnyrankError as error:
@@ -84,12 +84,12 @@ class FirstStep:
                 file.write(text)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # before the script does anything at its end
+        os._exit(0)  # so that the script does nothing more
 
     def check(self) -> str:
-        """The findings as JSON. All ranks."""
+        """Return the findings as JSON. Collective."""
         if self.model is None:
-            raise AnyrankError("no module whose forward ran has parameters of the optimizer")
+            raise AnyrankError("no module that ran its forward has parameters of the optimizer")
         is_seeded = self.seed != torch.initial_seed()  # an ElasticLoader seeds each microbatch
         written = {key for key, (p, version) in self.frozen.items() if p._version != version}
         return check_now(
@@ -103,7 +103,7 @@ def main(result: str, *program: str) -> None:
     register_module_forward_pre_hook(first.before_forward)
     register_optimizer_step_pre_hook(first.before_step)
     run_program(program)
-    if first.optimizers:  # it misses parameters, and the script ended after its step
+    if first.optimizers:  # it lacks parameters, and the script ended after its step
         first.conclude()
 
 

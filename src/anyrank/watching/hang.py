@@ -1,8 +1,8 @@
-"""`anyrank.watch`: says which rank holds up a job that hangs, and at which line.
+"""`anyrank.watch`: find the rank that blocks a job that hangs, and the line.
 
-One thread on each rank publishes how many steps it has made. When they stand still, one rank has
-all of them look at themselves, looks at those of its machine that do not answer, and concludes.
-None of this waits for the main thread, and signs of life continue meanwhile.
+On each rank, a thread publishes the number of steps. When no rank makes steps, one rank, the judge,
+asks all ranks to look at themselves, looks at those on its own machine that do not answer, and
+reaches a verdict. The threads never wait for the main thread, and continue their heartbeats.
 """
 
 from __future__ import annotations
@@ -42,60 +42,62 @@ from anyrank.world.store import Store, StoreLost
 log = logging.getLogger("anyrank.watching")
 
 TICK_SEC = 1.0
-LOOK_SEC = 6.0  # for a first answer: a tick, and two seconds of looking on a busy machine
-NEXT_SEC = 4.0  # for another answer, while answers come
-POLL_SEC = 0.2  # between looks at the answers
+LOOK_SEC = 6.0  # for the first answer: a tick, and a look of two seconds, on a busy machine
+NEXT_SEC = 4.0  # for the next answer, while answers arrive
+POLL_SEC = 0.2  # between reads of the answers
 END_SEC = 4.0  # for the thread, at the end of the script
-LEAVE_SEC = 10.0  # for all ranks to hear of the exit, before some leave
-LAST_SEC = 2.0  # for the others, before a rank leaves that may hold the store
+LEAVE_SEC = 10.0  # for all ranks to get the order to exit, before the first one exits
+LAST_SEC = 2.0  # for the other ranks, before a rank exits that may host the store
 AGAIN_SEC = 4.0  # between looks while a rank is at work
-JOIN_SEC = 60.0  # for the other ranks' first sign of life, before a warning
-STORE_SEC = 60.0  # for an answer of the store, whose host may share its cores with many ranks
+JOIN_SEC = 60.0  # for the first heartbeats of the other ranks, before a warning
+STORE_SEC = 60.0  # for an answer of the store, whose process may share cores with many ranks
 T = TypeVar("T")
-RUNNING: list[Watching] = []  # the watch of this process, if there is one
+RUNNING: list[Watching] = []  # the watch of this process, if one runs
 
 
 def watch(after: str | float = "60s", *, exit: bool = False, report: str | None = None) -> Watching:
-    """Have a job that hangs say which rank holds it up, and at which line. All ranks, once.
+    """Watch for hangs: report which rank blocks the job, and on which line.
 
-    Call it after `init_process_group`; it returns at once. A step is one of an optimizer, or of
-    `Checkpoints.steps`. When no rank has made one for `after`, the stacks of all ranks are taken
-    without stopping them. If no rank is at work (as in a long evaluation or a save), one screen on
-    standard error names the rank, its line, and what the others wait in. Then the job continues, or
-    ends.
+    Call it once on every rank, after `init_process_group`; it returns at once. A step is a step of
+    an optimizer or of `Checkpoints.steps`. If no rank completes a step within `after`, the stacks
+    of all ranks are read without stopping them. If no rank is at work, such as in a long evaluation
+    or a save, a text on standard error names the rank that blocks the others, its line, and the
+    call in which the others wait. Then the job continues, or ends.
 
     Example::
 
         watching = anyrank.watch("60s")
         for _ in range(3):
             ...  # train
-        watching.close()  # or the end of the script
+        watching.close()  # the end of the script closes it too
 
     Args:
-        after: time without a step: "60s", "10min", "1h", or seconds. Longer than the longest pause
-            in which a rank legitimately waits in one place.
-        exit: then end all ranks with exit code 124.
-        report: file to which the lowest rank that answers writes a JSON object: `culprits`, `kind`,
-            `file`, `line`, `function`, `waiting`, `collective`, `stacks`. `kind` is one of skipped,
-            order, mismatch, loader, worker, stopped, killed, gil, store, slow, ending.
+        after: time without a step: "60s", "10min", "1h", or a number of seconds. It must be longer
+            than the longest pause in which a rank legitimately waits in one place.
+        exit: whether to end all ranks with exit code 124 after the report.
+        report: path of a file to which the lowest rank that answers writes a JSON object with the
+            keys `culprits`, `kind`, `file`, `line`, `function`, `waiting`, `collective` and
+            `stacks`. `kind` is one of skipped, order, mismatch, loader, worker, stopped, killed,
+            gil, store, slow, ending.
 
     Returns:
-        The watch. A second call while one runs changes nothing, warns, and returns the first.
+        The watch. If one runs already, a call logs a warning, and returns that watch unchanged.
 
     Raises:
-        AnyrankError: torchrun has started several ranks, and they are not in a group yet.
+        AnyrankError: torchrun has started several ranks, but no process group is initialized yet.
         ValueError, TypeError: `after` is not a time, or the folder of `report` does not exist.
     """
     after_sec, path = read_options(after, exit, report)
     for watching in RUNNING:
         log.warning(
-            "watch() was called again, and runs already after %g s: this call changes nothing",
+            "watch() is already running, after=%g s. This call has no effect",
             watching._after_sec,  # pyright: ignore[reportPrivateUsage]
         )
         return watching
     if lacks_group(None):
         raise AnyrankError(
-            "watch() was called before the ranks are in a group: call it after init_process_group()"
+            "watch() was called before the process group is initialized. Call it after "
+            "init_process_group()"
         )
     return Watching(after_sec, exit, path)
 
@@ -105,33 +107,33 @@ def _has_group() -> bool:
 
 
 def _own_connection(has_group: bool) -> Any:
-    """A connection to the ranks' store that no call of another thread can block."""
+    """Return a connection to the store of the ranks that no call of another thread can block."""
     if not has_group:
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     try:
         return default_store().clone()
     except (NotImplementedError, RuntimeError) as error:
         raise AnyrankError(
-            f"watch() needs a store of its own, and that of the ranks has no clone(): {error}: "
-            "call init_process_group() without store=, or with a TCPStore"
+            f"watch() needs its own connection to the store of the ranks, which has no clone() "
+            f"({error}). Call init_process_group() without store=, or with a TCPStore"
         ) from error
 
 
 class PatientStore(Store):
-    """The ranks' store for a watch, which must not end because its host was not scheduled."""
+    """The store with a longer deadline, so that a busy machine does not end the watch."""
 
     def call(self, work: Callable[[Any], T], seconds: float = STORE_SEC) -> T:
-        """Do what `Store.call` does, with another deadline."""
+        """Do what `Store.call` does, with a longer deadline."""
         return super().call(work, seconds)
 
 
 class Watching:
-    """A running watch. `close()` ends it; so does the end of the script.
+    """A running watch. `close()` or the end of the script ends it.
 
     Args:
         after_sec: time without a step.
-        exit: whether to end the ranks after a verdict.
-        report: absolute path of the file, or None.
+        exit: whether to end all ranks after a verdict.
+        report: absolute path of the file for the report, or None.
     """
 
     def __init__(self, after_sec: float, exit: bool, report: str | None) -> None:
@@ -140,7 +142,7 @@ class Watching:
         self._rank = dist.get_rank() if self._has_group else 0
         self._size = dist.get_world_size() if self._has_group else 1
         connection = _own_connection(self._has_group)
-        # Ranks count their watches in the job's store: a process may have been in other jobs.
+        # Ranks count their watches in the store, because a process may have been in other jobs.
         number = Store(connection, "anyrank-watch").count(f"watches of rank {self._rank}")
         self._store = PatientStore(connection, f"anyrank-watch/{number}")
         self._stopped, self._woken = threading.Event(), threading.Event()
@@ -156,7 +158,7 @@ class Watching:
         self._beats = Beats(self._store, self._rank, self._size)
         self._orders = Orders(self._store, self._rank)
         self._last_beat = self._next_look = 0.0
-        self._steps_at_verdict = -1  # of all ranks: one verdict per hang
+        self._steps_at_verdict = -1  # steps of all ranks together: one verdict per hang
         self._has_warned = False
         Watching._count_steps()
         RUNNING.append(self)
@@ -165,7 +167,7 @@ class Watching:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch on this rank. Does nothing if it has ended."""
+        """End the watch on this rank; does nothing if it has ended."""
         self._slow.close()
         self._stopped.set()
         self._woken.set()
@@ -177,7 +179,7 @@ class Watching:
     @staticmethod
     @functools.cache
     def _count_steps() -> None:
-        """Count the steps of this process from now on, for the running watch."""
+        """Count the steps of this process from now on, for a running watch."""
 
         def count(optimizer: Optimizer | None = None, *_: Any) -> None:
             for watching in RUNNING:
@@ -194,7 +196,7 @@ class Watching:
     def _run(self) -> None:
         try:
             self._store.set(f"process/{self._rank}", json.dumps(self._process))
-            self._beat()  # at once: the GIL may be held for good before the first tick
+            self._beat()  # at once, because a call may hold the GIL forever before the first tick
             pause_sec = self._tick_sec
             while self._pauses(pause_sec) and self._has_group == _has_group():
                 self._tick()
@@ -202,7 +204,7 @@ class Watching:
             self._beats.leave()
         except Exception as error:  # a bug of the watch must not end the user's training
             name = type(error).__name__
-            log.warning("the watch of rank %d ends: %s: %s", self._rank, name, error)
+            log.warning("the watch of rank %d ended because of %s: %s", self._rank, name, error)
         finally:
             self._observer.close()
             os.close(self._verdict_file)
@@ -210,7 +212,7 @@ class Watching:
             RUNNING.remove(self)
 
     def _pauses(self, seconds: float) -> bool:
-        """Wait for the next look; return whether there is one."""
+        """Wait for the next tick; return False if the watch is closed."""
         self._woken.wait(seconds)
         self._woken.clear()
         return not self._stopped.is_set()
@@ -221,7 +223,7 @@ class Watching:
         if order := self._orders.next():
             self._orders.answer(order, self._see(order))
             if order.what == EXIT:
-                with contextlib.suppress(StoreLost):  # the rank that holds it may have left
+                with contextlib.suppress(StoreLost):  # the rank that hosts it may have exited
                     self._store.wait([EXIT], LEAVE_SEC)
                 self._exit()
         if differing := self._digests.tick():
@@ -233,18 +235,18 @@ class Watching:
                 self._judge()
 
     def _beat(self) -> None:
-        """Give a sign of life."""
+        """Publish a heartbeat."""
         self._last_beat = time.monotonic()
         self._beats.give(self._steps, self._idle_sec())
 
     def _pause(self, seconds: float) -> None:
-        """Wait, and keep giving signs of life."""
+        """Wait, and continue the heartbeats."""
         self._stopped.wait(seconds)
         if time.monotonic() > self._last_beat + self._tick_sec:
             self._beat()
 
     def _idle_sec(self) -> float:
-        """Seconds since this rank's last step."""
+        """Return the seconds since the last step of this rank."""
         return time.monotonic() - self._last_step
 
     def _see(self, order: Order) -> Look:
@@ -262,25 +264,25 @@ class Watching:
     # -- the rank that judges ---------------------------------------------------------------------
 
     def _warn_of_absent(self) -> None:
-        """Log once which ranks give no signs of life, because they have never begun to watch."""
+        """Log once which ranks have no heartbeat because they never called `watch`."""
         missing = [rank for rank, beat in enumerate(self._beats.last) if beat.text == ABSENT]
         limit_sec = min(JOIN_SEC, self._after_sec)
         if missing and not self._has_warned and self._idle_sec() > limit_sec:
             self._has_warned = True
             log.warning(
-                "%s never called anyrank.watch: call it on every rank; of others no stack can "
-                "be had",
+                "%s never called anyrank.watch. Call it on every rank; no stack is available for "
+                "ranks that do not",
                 name_ranks(missing),
             )
 
     def _is_due(self) -> bool:
-        """Return whether no rank has stepped for the limit, without a verdict on it yet."""
+        """Return whether no rank has stepped within the limit, and no verdict exists yet."""
         is_new = self._beats.steps() != self._steps_at_verdict
         is_time = time.monotonic() >= self._next_look
         return is_new and is_time and self._beats.idle_sec() >= self._after_sec
 
     def _judge(self) -> None:
-        """Have all ranks look, conclude, and report it."""
+        """Ask all ranks to look, reach a verdict, and report it."""
         steps, idle_sec = self._beats.steps(), self._beats.idle_sec()
         looks = self._collect(LOOK, range(self._size))
         looks |= self._look_at_silent([r for r in range(self._size) if r not in looks])
@@ -292,29 +294,29 @@ class Watching:
         self._beats.listen()
         self._next_look = time.monotonic() + AGAIN_SEC
         if verdict is None or self._beats.steps() != steps or not self._beats.find_judge():
-            return  # a rank is at work, has stepped meanwhile, or has replaced this one
+            return  # a rank is at work, has made a step meanwhile, or has replaced this judge
         self._steps_at_verdict = steps
         if self._store.count(f"verdicts/{steps}") > 1:
-            return  # the rank that judged before has reported it
+            return  # the previous judge has reported it
         self._say(verdict)
         if self._ends_job:
             self._end_job()
 
     def _conclude(self, looks: dict[int, Look], idle_sec: float) -> Verdict | None:
-        """Conclude from the looks at all ranks."""
+        """Reach a verdict from the looks at all ranks."""
         return conclude([looks[rank] for rank in sorted(looks)], idle_sec)
 
     def _tell_mismatch(self, differing: tuple[str, int]) -> None:
-        """Have all ranks show their calls of a differing block, and report it. The first rank."""
+        """Ask all ranks for their calls in a block that differs, and report it. Only on rank 0."""
         self._beats.listen()
         looks = self._collect(CALLS, range(self._size), differing)
         verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
         if verdict is not None and verdict.unread:
             looks |= self._collect(STACKS, verdict.unread, differing)
             verdict = conclude_mismatch([looks[rank] for rank in sorted(looks)])
-        if verdict is None:  # the recorder had lost it meanwhile
+        if verdict is None:  # the recorder no longer has the calls
             log.warning(
-                "ranks have made different calls in group %s, by their digests", differing[0]
+                "ranks made different calls in group %s: their digests differ", differing[0]
             )
         elif self._ends_job:
             self._say(verdict)
@@ -325,9 +327,9 @@ class Watching:
     def _collect(
         self, what: str, ranks: Sequence[int], block: Sequence[str | int] = ()
     ) -> dict[int, Look]:
-        """Collect the looks of ranks, this one included, that answer in time.
+        """Collect the looks of ranks that answer in time, including this one.
 
-        It waits as long as answers come, and as silent ranks are not the only missing ones.
+        Waits as long as answers arrive, and only for ranks that have a heartbeat.
         """
         order = self._orders.give(what, [] if len(ranks) == self._size else ranks, block)
         looks = {self._rank: self._see(order)} if self._rank in ranks else {}
@@ -349,7 +351,7 @@ class Watching:
         return looks | self._orders.take(order, answers)
 
     def _look_at_silent(self, ranks: Sequence[int]) -> dict[int, Look]:
-        """Look at ranks that do not answer: through the system, if they are on this machine."""
+        """Look at ranks that do not answer: from outside if on this machine, else by NCCL."""
         looks: dict[int, Look] = {}
         local: dict[int, dict[str, Any]] = {}
         beats = self._beats.last
@@ -365,12 +367,12 @@ class Watching:
         looks |= look_from_outside(local, self._pause)
         self._beats.listen()
         for rank, look in looks.items():
-            if look.state in ("gil", "lost") and self._beats.last[rank].lives:  # it was only late
+            if look.state in ("gil", "lost") and self._beats.last[rank].lives:  # only late
                 looks[rank] = Look(rank, "no core", stack=look.stack, text=look.text)
         return looks
 
     def _say(self, verdict: Verdict) -> None:
-        """Print the screen, and write the report as a whole or not at all."""
+        """Print the text of the verdict, and write the whole report or nothing."""
         print(verdict.screen, file=sys.stderr, flush=True)
         os.ftruncate(self._verdict_file, 0)
         os.pwrite(self._verdict_file, f"{time.strftime('%H:%M:%S')}\n{verdict.screen}".encode(), 0)
@@ -385,17 +387,17 @@ class Watching:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
-            log.warning("the report %s cannot be written: %s", path, error.strerror)
+            log.warning("cannot write the report %s: %s", path, error.strerror)
 
     def _end_job(self) -> None:
-        """End all ranks at once, because ranks that stay would raise connection errors."""
+        """End all ranks at once, because the remaining ranks would raise connection errors."""
         self._collect(EXIT, range(self._size))
         self._store.set(EXIT, "")
         time.sleep(LAST_SEC)
         self._exit()
 
     def _exit(self) -> None:
-        """End this process, and the processes that it has started."""
+        """End this process and the processes that it has started."""
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""A running job, seen from outside: the ranks of a launcher, their stacks, who holds it up.
+"""A running job, observed from outside: its ranks, their stacks, and the rank that blocks it.
 
-The ranks need not cooperate. py-spy reads their stacks, which stops a process for milliseconds.
+The ranks need not cooperate. py-spy reads their stacks, and stops a process for milliseconds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from anyrank.watching.system import (
     variable_of,
 )
 from anyrank.watching.verdict import Verdict, conclude
+from anyrank.wording import count
 from anyrank.world.first_ranks import name_ranks
 
 DUMPS = 4
@@ -41,8 +42,8 @@ class Job:
     """The ranks that one launcher has started on this machine.
 
     Attributes:
-        launcher: process of the launcher.
-        ranks: rank -> its process.
+        launcher: process id of the launcher.
+        ranks: rank -> process id.
     """
 
     launcher: int
@@ -50,20 +51,21 @@ class Job:
 
 
 def find_job(pid: int | None) -> Job:
-    """The job of a launcher, or of one of its ranks; without a process, the only job.
+    """Find the job of a launcher or a rank; if `pid` is None, the only job on this machine.
 
     Raises:
-        AnyrankError: there is no job, or there are several.
+        AnyrankError: no job runs, or several do.
     """
     if pid is not None:
         if not state_of(pid):
-            raise AnyrankError(f"process {pid}: there is no such process on this machine")
+            raise AnyrankError(f"process {pid}: does not exist on this machine")
         start = _top(pid) if variable_of(pid, "RANK") else pid
         ranks = _ranks_below(start)
         if not ranks:
             raise AnyrankError(
-                f"process {pid}: neither a rank nor the launcher of some, as torchrun starts them "
-                "with RANK in their environment (or it belongs to another user)"
+                f"process {pid}: is neither a rank nor a launcher of ranks: neither it nor a child "
+                "of it has RANK in its environment, which torchrun sets. (Or it belongs to another "
+                "user.)"
             )
         return Job(start, ranks)
     tops = {_top(rank) for rank in _processes() if variable_of(rank, "RANK")}
@@ -72,9 +74,9 @@ def find_job(pid: int | None) -> Job:
     if len(jobs) == 1:
         return jobs[0]
     if not jobs:
-        raise AnyrankError("no ranks run on this machine: none has RANK in its environment")
-    shown = "\n".join(f"  {job.launcher}: {len(job.ranks)} ranks" for job in jobs)
-    raise AnyrankError(f"several jobs run here: give the process of one\n{shown}")
+        raise AnyrankError("no ranks run on this machine: no process has RANK in its environment")
+    shown = "\n".join(f"  {job.launcher}: {count(len(job.ranks), 'rank')}" for job in jobs)
+    raise AnyrankError(f"several jobs run on this machine. Pass the PID of one\n{shown}")
 
 
 def _processes() -> Iterator[int]:
@@ -84,14 +86,14 @@ def _processes() -> Iterator[int]:
 
 
 def _top(pid: int) -> int:
-    """The launcher above a rank: the first process above it that is not a rank."""
+    """Return the launcher of a rank: the nearest process above it that is not a rank."""
     while variable_of(pid, "RANK") and parent_of(pid) > 1:
         pid = parent_of(pid)
     return pid
 
 
 def _ranks_below(launcher: int) -> dict[int, int]:
-    """Rank -> process: the uppermost Python process with that RANK."""
+    """Map each rank to its process: the uppermost Python process with that RANK."""
     ranks: dict[int, int] = {}
     for pid in descendants(launcher):
         rank = variable_of(pid, "RANK")
@@ -101,13 +103,13 @@ def _ranks_below(launcher: int) -> dict[int, int]:
 
 
 def _py_spy() -> str | None:
-    """The path of py-spy, on PATH or beside this Python."""
+    """Return the path of py-spy, on PATH or in the folder of this Python; None without it."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     return shutil.which("py-spy") or (beside if os.access(beside, os.X_OK) else None)
 
 
 def look_at_job(job: Job) -> list[Look]:
-    """Look at every rank from outside, for about two seconds. Nothing stays stopped."""
+    """Look at every rank from outside, for about two seconds. No process stays stopped."""
     tool = _py_spy()
     looks = {rank: look_at_process(rank, pid) for rank, pid in job.ranks.items()}
     running = [rank for rank, look in looks.items() if look.state == "answers"]
@@ -122,7 +124,7 @@ def look_at_job(job: Job) -> list[Look]:
         time.sleep(PAUSE_SEC)
     for rank in running:
         pid, look = job.ranks[rank], looks[rank]
-        if state_of(pid) in STOPPED:  # it ran before py-spy
+        if state_of(pid) in STOPPED:  # it ran before py-spy stopped it
             os.kill(pid, signal.SIGCONT)
         ran = seconds_wanted(pid, pid) - wanted[rank]
         look.is_busy = ran > BUSY * (time.monotonic() - start)
@@ -133,7 +135,7 @@ def look_at_job(job: Job) -> list[Look]:
 
 
 def _dump(tool: str, pid: int) -> tuple[Stack, str]:
-    """The main stack of a process, or why there is none."""
+    """Return the stack of the main thread of a process, or why it is not available."""
     command = [tool, "dump", "--json", "--full-filenames", "--pid", str(pid)]
     try:
         done = subprocess.run(  # noqa: S603 - py-spy, and a number
@@ -147,20 +149,19 @@ def _dump(tool: str, pid: int) -> tuple[Stack, str]:
 
 
 def describe(job: Job, looks: list[Look]) -> tuple[list[str], Verdict | None]:
-    """The screen, and the rank that holds up the job, if there is one."""
-    # Without stacks, the state of a process may say enough.
+    """Return the lines for a person, and the verdict if there is one."""
+    # Without stacks, the states of processes may be enough.
     is_sure = any(look.state in ("killed", "stopped") for look in looks)
     has_stacks = all(look.stack or look.state != "answers" for look in looks)
     verdict = conclude(looks, None) if has_stacks or is_sure else None
     if verdict is not None:
         return verdict.screen.splitlines(), verdict
     unseen = [look.rank for look in looks if look.state == "answers" and not look.stack]
-    lines = [f"{len(looks)} ranks of process {job.launcher}; none is seen to hold up the others"]
+    result = "no rank appears to block the others"
     if unseen:
-        lines[0] = (
-            f"{len(looks)} ranks of process {job.launcher}; who holds up the others cannot be seen "
-            f"without the stacks of {name_ranks(unseen)}"
-        )
+        needed = f"the stacks of {name_ranks(unseen)}"
+        result = f"{needed} are needed to tell which rank blocks the others"
+    lines = [f"{count(len(looks), 'rank')} of process {job.launcher}; {result}"]
     for look in looks:
         pid = job.ranks[look.rank]
         frames = own_frames(look.stack)
@@ -169,8 +170,8 @@ def describe(job: Job, looks: list[Look]) -> tuple[list[str], Verdict | None]:
         lines.append(f"  rank {look.rank}, process {pid}: {shown}")
         lines += [f"    {look.detail}"] if look.detail else []
     if unseen and not _py_spy():
-        lines.append("  py-spy is not installed, which reads stacks: pip install 'anyrank[stacks]'")
+        lines.append("  to read stacks, install py-spy: pip install 'anyrank[stacks]'")
     for rank, pid in job.ranks.items():
         when, _, screen = memory_file(pid, VERDICT).partition("\n")
-        lines += [f"  the watch of rank {rank} has said at {when}:", screen] if screen else []
+        lines += [f"  the watch of rank {rank} reported at {when}:", screen] if screen else []
     return lines, None

@@ -1,8 +1,8 @@
-"""A rank of `anyrank run --watch`: an unchanged script, watched while it is in a group.
+"""A rank of `anyrank run --watch`: run an unchanged script, and watch it while it has a group.
 
-Started as `python -m anyrank.watching.launched OPTIONS SCRIPT ARGUMENTS`, with the arguments of
-`watch` as JSON, and with `-m MODULE` in place of a script. Torch is left for the script to import,
-because the script may set variables first.
+Started as `python -m anyrank.watching.launched OPTIONS SCRIPT ARGUMENTS`. OPTIONS are the arguments
+of `watch` as JSON; `-m MODULE` may replace the script. This module does not import torch, because
+the script may set environment variables first.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from anyrank.errors import AnyrankError
 
-LOOK_SEC = 0.2  # between looks for the group
+LOOK_SEC = 0.2  # between searches for a process group
 END_SEC = 4.0  # for the thread, at the end of the script
 
 
 def _watch_groups(options: dict[str, Any], ended: threading.Event) -> None:
-    """Begin to watch whenever the script has made a group, until it ends."""
+    """Start a watch whenever the script has initialized a process group, until it ends."""
     while not ended.wait(LOOK_SEC):
         group: Any = sys.modules.get("torch.distributed")
         has_group = getattr(group, "is_initialized", None)
@@ -39,7 +39,7 @@ def _watch_groups(options: dict[str, Any], ended: threading.Event) -> None:
 
 
 def run_program(program: tuple[str, ...]) -> None:
-    """Run a script, or `-m` and a module, with its arguments, as Python itself would."""
+    """Run a script, or `-m` and a module, with its arguments, as Python does."""
     if program[0] == "-m":
         sys.argv = [*program[1:]]
         sys.path[0] = os.getcwd()
@@ -52,7 +52,7 @@ def run_program(program: tuple[str, ...]) -> None:
 
 
 def main(options: str, *program: str) -> None:
-    """Run the program; errors are shown without the frames of this launcher."""
+    """Run the program, and show an error without the frames of this launcher."""
     ended = threading.Event()
     looking = threading.Thread(
         target=_watch_groups, args=[json.loads(options), ended], daemon=True, name="anyrank-look"
@@ -67,7 +67,7 @@ def main(options: str, *program: str) -> None:
                 trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
-    finally:  # a daemon thread that is in C++ when the interpreter ends aborts the process
+    finally:  # a daemon thread in C++ code would abort the process at its end
         ended.set()
         looking.join(END_SEC)
 

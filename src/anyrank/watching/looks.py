@@ -1,7 +1,7 @@
-"""A rank's look at itself when nobody steps: its stack over two seconds, and its pending call.
+"""The look of a rank at itself when no rank makes steps: its stack for two seconds, and its calls.
 
-Two kinds of signs tell whether it stands still: its main thread's frames, and the system's
-counters. A thread that waits in C is not woken by a look, so it takes no CPU time.
+The frames of the main thread and the counters of the system show whether the rank stands still. A
+look does not wake a thread that waits in C, so that thread takes no CPU time.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ from anyrank.watching.system import (
     seconds_wanted,
     state_of,
 )
+from anyrank.wording import count
 from anyrank.world.device import boot_id
 
 LOOKS = 20
 PAUSE_SEC = 0.1
-BUSY = 0.2  # of a core; a polling thread takes less
-STANDS = 0.8  # of the looks at the same place, by a thread that takes little time; of the limit too
-MOVED_BYTES = 1 << 20  # of files
-MOST_CHARACTERS = 6000  # of a rank's stacks in a report
-WORKER_LOOP = "_worker_loop"  # torch's; frames outside of it are the parent's
-MOST_WORKERS = 8  # of a rank's DataLoaders that are inspected
+BUSY = 0.2  # cores; a polling thread takes less
+STANDS = 0.8  # share of samples at one place for a thread to stand still; and of the limit
+MOVED_BYTES = 1 << 20  # read from and written to files
+MOST_CHARACTERS = 6000  # per rank, of its stacks in a report
+WORKER_LOOP = "_worker_loop"  # in torch; frames outside of it belong to the parent
+MOST_WORKERS = 8  # DataLoader workers that are inspected per rank
 SIGNAL_SEC = 1.5  # for a stack requested by a signal
-WRITE_SEC = 0.3  # until it is whole; and until a second one is another
+WRITE_SEC = 0.3  # until a stack is written completely; also the pause between two stacks
 THREAD = re.compile(r"\b0x([0-9a-f]+)(?=.*\(most recent)")
 T = TypeVar("T")
 Functions = tuple[tuple[str, str, int], ...]
@@ -73,19 +74,20 @@ class Look:
 
     Attributes:
         rank: the rank.
-        state: "answers", or why it does not: "killed", "lost" (on another machine), "stopped",
-            "gil", "no core", "left" (its group), "absent" (it has never called watch).
-        stack: its main thread's, the innermost frame first; empty if there is none.
-        at_work: whether it moves, reads, writes or computes.
-        is_busy: whether it wants a core.
-        has_finished: whether its main thread has ended.
-        dead_workers: processes of its DataLoaders that were killed, described.
-        workers: positions of the living ones, described.
-        recorder: the variable that has switched off the flight recorder.
-        calls: its calls, the oldest first.
-        detail: signal, exit code or limit, described.
-        text: all threads' stacks. Threads are numbered there, because their addresses differ on
-            ranks in the same state.
+        state: "answers", or why the rank does not: "killed", "lost" (on another machine),
+            "stopped", "gil", "no core", "left" (it closed its watch or group), "absent" (it never
+            called watch).
+        stack: the stack of the main thread, the innermost frame first; empty if unknown.
+        at_work: whether the rank moves, reads, writes or computes.
+        is_busy: whether the rank uses a core, or waits for one.
+        has_finished: whether the main thread has ended.
+        dead_workers: texts about DataLoader workers that were killed.
+        workers: texts about the positions of live DataLoader workers.
+        recorder: the variable that has disabled the flight recorder, or "".
+        calls: the calls of the rank, the oldest first.
+        detail: a text about a signal, an exit code or a limit.
+        text: the stacks of all threads. Threads are numbered, because their addresses differ
+            between ranks in the same state.
     """
 
     rank: int
@@ -102,7 +104,7 @@ class Look:
     text: str = ""
 
     def to_json(self) -> str:
-        """The look as text for the store; equal for ranks that see the same."""
+        """Return the look as text for the store; the same text for ranks in the same state."""
         plain = asdict(self)
         del plain["rank"]
         for call in plain["calls"]:
@@ -111,7 +113,7 @@ class Look:
 
     @staticmethod
     def from_json(rank: int, text: str) -> Look:
-        """Rebuild a rank's look from the store."""
+        """Rebuild the look of a rank from its text."""
         plain: dict[str, Any] = json.loads(text)
         plain["stack"] = tuple(Frame(*frame) for frame in plain["stack"])
         plain["calls"] = [Call(**call) for call in plain["calls"]]
@@ -119,7 +121,7 @@ class Look:
 
 
 def look_at_process(rank: int, pid: int) -> Look:
-    """Conclude from the state of a process of this machine on the rank that it is."""
+    """Return a look at the rank that runs in a process of this machine, from its state only."""
     state = state_of(pid)
     if not state or state in ENDED:
         return Look(rank, "killed", detail=end_of(pid))
@@ -129,13 +131,13 @@ def look_at_process(rank: int, pid: int) -> Look:
 
 
 class SelfObserver:
-    """A rank's view of itself, with the file that its stacks are written to.
+    """The rank's observer of its own process, with a memory file for its stacks.
 
-    The file is in memory, and other processes of this machine read it by its number: a signal makes
-    `faulthandler` write into it without the GIL, which a call into C may hold for ever.
+    Other processes of this machine read the file by its descriptor: on a signal, `faulthandler`
+    writes to it without the GIL, which a call into C may hold forever.
 
     Args:
-        rank: this process's rank.
+        rank: the rank of this process.
         ticks: number of ticks in the time without a step that counts as a hang.
     """
 
@@ -160,27 +162,26 @@ class SelfObserver:
         os.close(self.file)
 
     def describe(self) -> dict[str, Any]:
-        """The plain values that `look_from_outside` in another process needs.
+        """Return the values that `look_from_outside` needs in another process.
 
-        The process's id is valid only within this boot and this namespace.
+        The process id is valid only within this boot and this namespace.
         """
         process = {"pid": os.getpid(), "boot": boot_id(), "pid_namespace": pid_namespace()}
         return process | {"file": self.file, "signal": self.signal, "main": self.main}
 
     def tick(self) -> None:
-        """Note the position of the main thread, and the worker processes."""
+        """Record the position of the main thread, and the worker processes."""
         self.workers.tick()
         self.recent_positions.append(_functions(read_faulthandler(self._dump()).get(self.main, ())))
 
     def look(self, pause: Callable[[float], None]) -> Look:
-        """Look for two seconds at this process.
+        """Look at this process for two seconds.
 
-        Stacks of calls that the recorder has kept are left out: reading the first one makes torch
-        import its compiler, which takes a second of CPU. `read_calls` reads them when they tell
-        more.
+        Does not read the stacks of recorded calls: for the first one, torch imports its compiler,
+        which takes a second of CPU time. `read_calls` reads them when they are needed.
 
         Args:
-            pause: waits for some seconds.
+            pause: a function that waits for a number of seconds.
         """
         stacks: list[Stack] = []
         before = calls_of(read_entries(with_stacks=False, is_still=False))
@@ -200,7 +201,7 @@ class SelfObserver:
         is_waiting = any(not call.is_done for call in calls)
         waiting_in = collective_of(stack)
         reads = bytes_moved() - moved > MOVED_BYTES and not waiting_in
-        # Without a pending call, a wait that takes a core is for the rank's own device.
+        # Without a pending call, a wait that uses a core is a wait for the device of the rank.
         computes = is_busy and waiting_in.endswith("()") and not is_waiting and not switched_off()
         at_work = reads or computes or after != before or works(stacks, is_busy, is_waiting)
         # A pause after work must last as long as the limit before it counts.
@@ -218,22 +219,26 @@ class SelfObserver:
             workers=[] if at_work or is_waiting or waiting_in else self._workers_at(pause),
             calls=calls,
             recorder=switched_off(),
-            detail=f"its cgroup killed {kills} for memory" if kills else "",
+            detail=f"its cgroup killed {count(kills, 'process', 'processes')} for memory"
+            if kills
+            else "",
             text=_numbered(text[-MOST_CHARACTERS:]),
         )
 
     def read_calls(self) -> Look:
-        """This rank's calls with their stacks, and how it arrived at its pending call."""
+        """Return the calls of this rank with their stacks, and how it reached its pending call."""
         stack = read_faulthandler(self._dump()).get(self.main, ())
         is_still = _functions(stack) == (self.recent_positions or [()])[-1]
         calls = calls_of(read_entries(with_stacks=True, is_still=is_still))
         return Look(self.rank, calls=calls + own_calls(stack))
 
     def _workers_at(self, pause: Callable[[float], None]) -> list[str]:
-        """The positions of the worker processes of this rank's DataLoaders, in own lines."""
+        """Return texts with the lines of user code that the DataLoader workers are at."""
         process = self.describe()
         pids = sorted(self.workers.known)[:MOST_WORKERS]
-        forked = [pid for pid in pids if self.signal and catches(pid, self.signal)]  # after us
+        forked = [
+            pid for pid in pids if self.signal and catches(pid, self.signal)
+        ]  # after this watch
         lines: list[str] = []
         texts = _stacks_by_signal({pid: process | {"pid": pid} for pid in forked}, pause)
         for pid, text in texts.items():
@@ -247,7 +252,7 @@ class SelfObserver:
         return lines
 
     def _dump(self) -> str:
-        """All threads' stacks, as `faulthandler` writes them."""
+        """Return the stacks of all threads, as `faulthandler` writes them."""
         os.lseek(self.file, 0, os.SEEK_SET)
         os.ftruncate(self.file, 0)
         faulthandler.dump_traceback(file=self.file, all_threads=True)
@@ -257,11 +262,11 @@ class SelfObserver:
 def look_from_outside(
     processes: Mapping[int, dict[str, Any]], pause: Callable[[float], None]
 ) -> dict[int, Look]:
-    """Look at ranks of this machine that do not answer, through the system; all at once.
+    """Look at ranks on this machine that do not answer, all at once, through the system.
 
     Args:
-        processes: for each of them, the values of its `SelfObserver.describe`.
-        pause: waits for some seconds.
+        processes: rank -> the values of its `SelfObserver.describe`.
+        pause: a function that waits for a number of seconds.
     """
     looks = {rank: look_at_process(rank, int(p["pid"])) for rank, p in processes.items()}
     silent = {rank: p for rank, p in processes.items() if looks[rank].state == "answers"}
@@ -279,7 +284,7 @@ def look_from_outside(
         look.stack, look.at_work = stacks[1], stacks[0] != stacks[1]
         after = core_times(pids[rank], pids[rank])
         ran, waited = (now - then for now, then in zip(after, before[rank], strict=True))
-        # A signal is answered without the GIL: a process that does not answer has had no core.
+        # Answering a signal needs no GIL: a process that does not answer has had no CPU time.
         is_deaf = bool(process["signal"]) and not text and state_of(pids[rank]) != IN_KERNEL
         if is_deaf or waited > max(ran, BUSY * seconds):
             look.state, look.at_work = "no core", False
@@ -289,9 +294,9 @@ def look_from_outside(
 def _stacks_by_signal(
     processes: Mapping[T, dict[str, Any]], pause: Callable[[float], None]
 ) -> dict[T, str]:
-    """The stacks of processes that write them in time when they get a signal.
+    """Send signals to processes, and return the stacks that they write in time.
 
-    They do so even while the GIL is held.
+    The processes write them even if a thread holds the GIL.
     """
     asked: dict[T, tuple[str, int]] = {}
     for key, process in processes.items():
@@ -318,26 +323,26 @@ def _stacks_by_signal(
 
 
 def _numbered(text: str) -> str:
-    """A dump in which each thread has a number."""
+    """Return a dump in which each thread has a number."""
     numbers: dict[str, int] = {}
     return THREAD.sub(lambda match: str(numbers.setdefault(match[1], len(numbers) + 1)), text)
 
 
 def _most_common(stacks: list[Stack]) -> Stack:
-    """The stack that was seen most often."""
+    """Return the most frequent stack."""
     return collections.Counter(stacks).most_common(1)[0][0] if stacks else ()
 
 
 def works(stacks: list[Stack], is_busy: bool, is_waiting: bool = False) -> bool:
-    """Return whether a thread goes from function to function, or computes in a library.
+    """Return whether a thread moves between functions, or computes in a library.
 
-    Going from line to line in one function is a loop, which may be endless. A thread that takes
-    little CPU time is waiting, and may wake up now and then to wait again.
+    A thread that moves between lines of one function is in a loop, which may be endless. A thread
+    that takes little CPU time waits, and may wake up now and then to wait again.
 
     Args:
-        stacks: stacks of the thread, one after the other.
-        is_busy: whether it wants a core.
-        is_waiting: whether a collective of its rank is not done: on a GPU, waiting takes a core.
+        stacks: stacks of the thread, in the order of time.
+        is_busy: whether the thread uses a core, or waits for one.
+        is_waiting: whether the rank has a pending collective: with a GPU, waiting uses a core.
     """
     common = _most_common(stacks)
     if is_busy and not is_waiting and common and not is_own(common[0]):
@@ -349,14 +354,14 @@ def works(stacks: list[Stack], is_busy: bool, is_waiting: bool = False) -> bool:
 
 
 def _functions(stack: Stack) -> Functions:
-    """A stack without the line of its innermost frame, because a loop changes it."""
+    """Return a stack without the line of its innermost frame, because a loop changes it."""
     return tuple(
         (frame.file, frame.function, number and frame.line) for number, frame in enumerate(stack)
     )
 
 
 def _free_signal() -> int:
-    """A signal that nobody handles; 0 without one."""
+    """Return a signal that has no handler; 0 if all have one."""
     for number in range(int(signal.SIGRTMAX) - 3, int(signal.SIGRTMIN) + 3, -1):
         if signal.getsignal(number) is signal.SIG_DFL:
             return number

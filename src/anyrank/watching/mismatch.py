@@ -1,8 +1,8 @@
-"""Finds calls that differ between ranks without a hang.
+"""Find calls that differ between ranks without a hang.
 
-Under NCCL an all_reduce of one element on some ranks and of two on another returns garbage. So each
-rank publishes digests of its calls, in blocks by the numbers of each group, which need no common
-moment, and the first rank compares them.
+With NCCL, an all_reduce of one element on some ranks and of two on another returns wrong values.
+Each rank therefore publishes digests of its calls, and rank 0 compares them. A digest is of a block
+of calls by their numbers in a group, so ranks need not read them at the same time.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from anyrank.world.store import Store
 
 log = logging.getLogger("anyrank.watching")
 
-BLOCK = 16  # calls of one group in a digest
-SHARE = 500  # pause between two looks, in durations of a look: 0.2 %
+BLOCK = 16  # calls of one group per digest
+SHARE = 500  # pause between two reads, in durations of a read: 0.2 % of the time
 Digests = dict[str, dict[str, str]]  # group -> block -> digest
 
 
 class CallDigests:
-    """Publishes this rank's digests, and on the first rank finds a block that differs.
+    """The digests of calls: this rank publishes its own; rank 0 finds a block that differs.
 
-    If a recorder has wrapped between two looks, the calls in between are not compared, which is
+    If a recorder has overwritten calls between two reads, they are not compared; a warning is
     logged once.
 
     Args:
-        store: the watch's store.
-        rank, size: this rank and the number of ranks of the job.
+        store: the store of the watch.
+        rank, size: this rank, and the number of ranks of the job.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._next_look = 0.0 if size > 1 else float("inf")
         self._digests: Digests = {}
-        self._newest: dict[str, int] = {}  # newest call of each group at the last look
+        self._newest: dict[str, int] = {}  # newest call of each group at the last read
         self._has_wrapped = False
 
     def tick(self) -> tuple[str, int] | None:
-        """Look, if it is time; return the group and block that differ. By the watch's thread."""
+        """Read if it is time, and return the group and block that differ; in the watch's thread."""
         if time.monotonic() < self._next_look:
             return None
         start = time.thread_time()
@@ -53,7 +53,7 @@ class CallDigests:
         return differing
 
     def _read(self) -> None:
-        """Compute the digests of all blocks that are whole in the recorder."""
+        """Compute the digests of all blocks that the recorder has completely."""
         groups: dict[str, dict[int, list[Call]]] = {}
         for call in read_calls(with_stacks=False):
             groups.setdefault(call.group, {}).setdefault(call.number, []).append(call)
@@ -64,8 +64,9 @@ class CallDigests:
             if self._rank == 0 and oldest > before + 1 and not self._has_wrapped:
                 self._has_wrapped = True
                 log.warning(
-                    "calls %d to %d of group %s are not compared between ranks, as torch's flight "
-                    "recorder had lost them: TORCH_FR_BUFFER_SIZE is how many it keeps",
+                    "calls %d to %d of group %s are not compared between ranks, because torch's "
+                    "flight recorder no longer has them. Raise TORCH_FR_BUFFER_SIZE, the number of "
+                    "calls that it keeps",
                     before + 1,
                     oldest - 1,
                     group,
@@ -79,7 +80,7 @@ class CallDigests:
         self._digests = digests
 
     def _compare(self) -> tuple[str, int] | None:
-        """The first block that differs between two ranks."""
+        """Return the first block that differs between two ranks."""
         keys = [f"digests/{rank}" for rank in range(self._size)]
         if not self._store.has(keys):
             return None
@@ -94,13 +95,13 @@ class CallDigests:
 
 
 def _digest(calls: dict[int, list[Call]], block: int) -> str:
-    """The digest of the calls of a block."""
+    """Return the digest of the calls in a block."""
     numbers = range(block * BLOCK, (block + 1) * BLOCK)
     lines = [call.signature for number in numbers for call in calls.get(number, ())]
     return hashlib.blake2b(repr(lines).encode(), digest_size=6).hexdigest()
 
 
 def calls_of_block(group: str, block: int, with_stacks: bool) -> list[Call]:
-    """This rank's calls of a block, and the lines that made them."""
+    """Return the calls of this rank in a block; with stacks, also the lines that made them."""
     calls = read_calls(with_stacks)
     return [call for call in calls if (call.group, call.number // BLOCK) == (group, block)]

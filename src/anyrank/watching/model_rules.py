@@ -1,6 +1,6 @@
-"""The rules of `check` that need one rank only: its model and its optimizers.
+"""The rules of `check` that need only one rank: its model and its optimizers.
 
-Their findings name no rank: equal findings of several ranks are merged. No collectives.
+Their findings name no rank; equal findings of several ranks are merged. Does not communicate.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from anyrank.watching.findings import Finding
 from anyrank.wording import count, join_first
 
 SHOWN = 4
-# Classes with `p`, and other modules' names for the probability of dropping something.
+# Classes with `p`, and the names that other modules use for a dropout probability.
 PLAIN_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (*PLAIN_DROPOUTS, nn.AlphaDropout, nn.FeatureAlphaDropout)
 PROBABILITIES = ("dropout", "attention_dropout", "dropout_p", "drop_prob", "attn_pdrop")
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names, each once, and how many more there are."""
+    """Return the first few distinct names, and the number of the rest."""
     return join_first(list(dict.fromkeys(names)), SHOWN)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter or buffer at its place in the model; a tied one has several."""
+    """A parameter or buffer under one of its names in the model; a tied one has several."""
 
     name: str
     kind: str
@@ -50,26 +50,26 @@ class Entry:
 
 @dataclass(frozen=True)
 class Model:
-    """A model, taken apart once."""
+    """The modules and tensors of a model."""
 
     layers: list[NamedModule]
     entries: list[Entry]
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The first DDP wrapper."""
+        """The first DDP wrapper, or None."""
         wrappers = (layer.module for layer in self.layers)
         return next((m for m in wrappers if isinstance(m, DistributedDataParallel)), None)
 
     def on_accelerator(self) -> bool:
-        """Return whether the model computes on an accelerator, wherever its parameters are kept."""
+        """Return whether the model computes on an accelerator, even if parameters are elsewhere."""
         kinds = {
             getattr(entry.tensor, "device_mesh", entry.tensor.device) for entry in self.entries
         }
         return any(getattr(k, "device_type", getattr(k, "type", "")) != "cpu" for k in kinds)
 
     def parameters(self) -> list[Entry]:
-        """Each parameter once, at its first place in the model."""
+        """Return each parameter once, under its first name in the model."""
         first: dict[int, Entry] = {}
         for entry in self.entries:
             if entry.kind == "parameter":
@@ -77,9 +77,9 @@ class Model:
         return list(first.values())
 
     def tensor_parallel(self) -> int:
-        """The number of ranks that share one copy of the data.
+        """Return the number of ranks that share one copy of the data.
 
-        These are the ranks along the axes behind FSDP's, or, without FSDP, of the whole mesh.
+        These are the ranks along the axes after that of FSDP; without FSDP, along all axes.
         """
         size, is_fsdp = 1, any(is_fsdp2(layer.module) for layer in self.layers)
         for entry in self.parameters():
@@ -95,10 +95,10 @@ class Model:
 
 
 def take_apart(model: nn.Module) -> Model:
-    """List the modules and tensors of a model; reshards FSDP2's units, as optimizers see them.
+    """List the modules and tensors of a model; reshard FSDP2 units to the form optimizers see.
 
     Raises:
-        LoadError: FSDP1 or a quantized module, whose tensors are not the model's.
+        LoadError: the model has FSDP1 or a quantized module, whose tensors are not parameters.
     """
     layers, entries = find_modules(model), list[Entry]()
     for layer in layers:
@@ -116,7 +116,7 @@ def take_apart(model: nn.Module) -> Model:
 
 
 def kinds_of(model: Model) -> dict[str, str]:
-    """The properties of each parameter that must be the same on all ranks."""
+    """Return the properties of each parameter that must be the same on every rank."""
     return {
         entry.name: f"{dtype_name(entry.tensor.dtype)}{list(entry.tensor.shape)}, "
         + ("trained" if entry.tensor.requires_grad else "not trained")
@@ -125,10 +125,10 @@ def kinds_of(model: Model) -> dict[str, str]:
 
 
 def readable(model: Model, written: Collection[int] | None) -> list[ShardedTensor]:
-    """The tensors that replicas hold equal copies of.
+    """Return the tensors whose values must be the same on all replicas.
 
-    These are parameters, and buffers except for statistics of batches; after a forward, neither
-    buffers nor the frozen parameters in `written`.
+    These are parameters and buffers, except for batch statistics. After a forward, exclude all
+    buffers and the frozen parameters in `written`.
     """
     tensors: dict[int, ShardedTensor] = {}
     for entry in model.entries:
@@ -141,14 +141,14 @@ def readable(model: Model, written: Collection[int] | None) -> list[ShardedTenso
             tensor = as_sharded(entry.name, entry.tensor)
             check_has_memory(entry.name, tensor.local())
         except AnyrankError:
-            continue  # quantized, nested or released: its values are not its bytes
+            continue  # quantized, nested or freed: it has no plain bytes to compare
         tensors[id(entry.tensor)] = tensor
     return list(tensors.values())
 
 
 def active_dropout(model: Model) -> str:
-    """The modules that draw random numbers in each forward."""
-    return some(_name(layer) for layer in model.layers if _drops(layer.module))
+    """Return the names of modules that draw random numbers in each forward; "" for none."""
+    return some(_name(layer) for layer in model.layers if _has_active_dropout(layer.module))
 
 
 def _name(layer: NamedModule) -> str:
@@ -158,11 +158,11 @@ def _name(layer: NamedModule) -> str:
 def own_findings(
     model: Model, optimizers: Sequence[Any], digests: Mapping[int, str]
 ) -> Iterator[Finding]:
-    """Yield the findings of this rank's own rules.
+    """Yield the findings of the rules in this module.
 
     Args:
-        model: the listed model.
-        optimizers: its optimizers; none if they are not known.
+        model: the model.
+        optimizers: its optimizers; empty if unknown.
         digests: id of each tensor -> digest of its values on this rank.
     """
     yield from _ties(model, digests)
@@ -172,7 +172,7 @@ def own_findings(
 
 
 def _ties(model: Model, digests: Mapping[int, str]) -> Iterator[Finding]:
-    """Find embeddings and heads with equal values that are two parameters, or lie in two units."""
+    """Find embeddings and heads that are separate parameters with the same values."""
     untied = any(_says_untied(layer.module) for layer in model.layers)
     entries = [] if untied else [entry for entry in model.entries if id(entry.tensor) in digests]
     embeddings = [entry for entry in entries if isinstance(entry.module, nn.Embedding)]
@@ -182,17 +182,17 @@ def _ties(model: Model, digests: Mapping[int, str]) -> Iterator[Finding]:
             embedding.tensor is head.tensor
             or embedding.tensor.shape != head.tensor.shape
             or digests[id(embedding.tensor)] != digests[id(head.tensor)]
-            or not _varies(embedding.tensor)
+            or not _is_not_constant(embedding.tensor)
         ):
             continue
         in_units = embedding.unit is not head.unit
         yield Finding(
             "ties",
-            f"{head.name} has the same values as {embedding.name}, and is another Parameter"
-            + (" in another FSDP unit" if in_units else ""),
+            f"{head.name} has the same values as {embedding.name}, but is a separate Parameter"
+            + (" in a different FSDP unit" if in_units else ""),
             f"{embedding.name}, {head.name}",
-            "each gets gradients of its own and they drift apart",
-            "fully_shard([embedding, head])  # one unit; or leave both to the root's"
+            "each gets its own gradients, so they drift apart",
+            "fully_shard([embedding, head])  # one unit; or shard both with the root"
             if in_units
             else f"model.{head.name} = model.{embedding.name}  # or model.tie_weights()",
         )
@@ -203,15 +203,15 @@ def _says_untied(module: nn.Module) -> bool:
     return getattr(config, "tie_word_embeddings", None) is False
 
 
-def _varies(tensor: Any) -> bool:
-    """Return whether equality cannot be chance: the local part has elements, not all equal."""
+def _is_not_constant(tensor: Any) -> bool:
+    """Return whether the local part is not constant, so that equality means a tie."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "placements") else local
     return bool(local.numel() > 1 and (local != local.flatten()[0]).any())
 
 
 def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
-    """Find trainable parameters that no optimizer has, and what optimizers have in their place."""
+    """Find trainable parameters that no optimizer has, and stale ones in optimizers."""
     stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
     trained = [entry for entry in model.parameters() if entry.tensor.requires_grad]
     missing = [entry for entry in trained if id(entry.tensor) not in stepped]
@@ -219,21 +219,21 @@ def _optimizer(model: Model, optimizers: Sequence[Any]) -> Iterator[Finding]:
     shapes = {tuple(entry.tensor.shape) for entry in missing}
     stale = sum(n not in known and tuple(p.shape) in shapes for n, p in stepped.items())
     if missing:
-        what = f"the optimizer misses {count(len(missing), 'trainable parameter')}"
+        what = f"the optimizer lacks {count(len(missing), 'trainable parameter')}"
         yield Finding(
             "optimizer",
-            f"{what}, and holds {stale} of their shapes that the model no longer has"
+            f"{what}, and holds {stale} of the same shapes that the model no longer has"
             if stale
             else what,
             some(entry.name for entry in missing),
-            "they get gradients and are never updated",
+            "they get gradients, but are never updated",
             "optimizer = AdamW(model.parameters())  # after the model is moved, adapted, sharded"
             if stale
-            else "give them to the optimizer, or requires_grad_(False)",
+            else "pass them to the optimizer, or call requires_grad_(False)",
         )
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_active_dropout(module: nn.Module) -> bool:
     if not module.training:
         return False
     names = ("p",) if isinstance(module, DROPOUTS) else PROBABILITIES
@@ -241,15 +241,15 @@ def _drops(module: nn.Module) -> bool:
     return any(isinstance(value, float) and value > 0 for value in values)
 
 
-def _counts(module: nn.Module) -> bool:
-    """Return whether a module is a norm that updates its statistics in each forward."""
+def _updates_statistics(module: nn.Module) -> bool:
+    """Return whether a module updates running statistics in each forward."""
     return module.training and bool(getattr(module, "track_running_stats", False))
 
 
 def _frozen(model: Model) -> Iterator[Finding]:
-    """Find parts without a trained parameter in train mode, or whose buffers DDP broadcasts.
+    """Find frozen parts in train mode, and frozen parts whose buffers DDP broadcasts.
 
-    Train mode counts if it matters. The base of an adapter does not count as such a part.
+    Train mode counts only if it has an effect. The base of an adapter is not such a part.
     """
     adapted = any(layer.naming is not None for layer in model.layers)
     adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())
@@ -257,15 +257,18 @@ def _frozen(model: Model) -> Iterator[Finding]:
     training = [
         part.unwrapped
         for part in parts
-        if any(_drops(module) or _counts(module) for module in part.module.modules())
+        if any(
+            _has_active_dropout(module) or _updates_statistics(module)
+            for module in part.module.modules()
+        )
     ]
     if training:
         yield Finding(
             "frozen",
             "a frozen part is in train mode",
             some(training),
-            "its dropout draws and its norms move, though it is not trained",
-            f"anyrank.freeze(model.{training[0]})  # stays in eval through train()",
+            "its dropout or batch statistics are active, although it is frozen",
+            f"anyrank.freeze(model.{training[0]})  # model.train() leaves it in eval mode",
         )
     broadcast: set[int] = set()
     if model.ddp is not None and model.ddp.broadcast_buffers:
@@ -284,7 +287,7 @@ def _frozen(model: Model) -> Iterator[Finding]:
 
 
 def _frozen_parts(model: Model) -> Iterator[NamedModule]:
-    """The outermost modules whose parameters all are frozen, in a model that is trained."""
+    """Yield the outermost modules whose parameters are all frozen, except for the model itself."""
     frozen: set[nn.Module] = set()
     for layer in model.layers:
         grads = [parameter.requires_grad for parameter in layer.module.parameters()]

@@ -1,7 +1,7 @@
-"""NCCL's knowledge of a rank on another machine that does not answer, from its RAS.
+"""What NCCL's RAS knows about a rank on another machine that does not answer.
 
-A thread of NCCL in each process answers on a local port without the GIL, and knows the processes of
-all machines: NCCL 2.24 and newer, as JSON from 2.28 on.
+In each process, a thread of NCCL answers on a local port without the GIL, and knows the processes
+on all machines. NCCL 2.24 and newer has it, with JSON output since 2.28.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import socket
 from typing import Any
 
 from anyrank.watching.looks import Look
+from anyrank.wording import count
 
-ADDRESS = "localhost:28028"  # NCCL's own default for NCCL_RAS_ADDR
-REQUESTS = ("client protocol 2", "set format json", "timeout 3")  # one line answers each
+ADDRESS = "localhost:28028"  # NCCL's default for NCCL_RAS_ADDR
+REQUESTS = ("client protocol 2", "set format json", "timeout 3")  # NCCL answers each with a line
 ANSWER_SEC = 5.0  # NCCL gives up on other processes after the three seconds above
 
 
 def look_by_nccl(rank: int, size: int) -> Look:
-    """A rank as NCCL sees its process: "lost" if NCCL does not know either.
+    """Return a look at a rank from what NCCL knows; the state is "lost" if NCCL knows nothing.
 
     Args:
         rank: global rank.
         size: number of ranks of the job.
     """
     for group in _ask().get("communicators", []):
-        if group["size"] != size:  # a group of some ranks only, which numbers them differently
+        if group["size"] != size:  # not all ranks, so its numbers are not global ranks
             continue
         launches = {entry["rank"]: _launches(entry) for entry in group["ranks"]}
         for entry in (*group["ranks"], *group.get("missing_ranks", [])):
@@ -34,8 +35,11 @@ def look_by_nccl(rank: int, size: int) -> Look:
                 state, what = "lost", "does not answer NCCL either"
                 if rank in launches:
                     most = max(launches.values())
-                    state, what = "gil", f"lives, and has launched {launches[rank]} collectives"
-                    what += f"; others up to {most}"
+                    state, what = (
+                        "gil",
+                        f"is alive, and has launched {count(launches[rank], 'collective')}",
+                    )
+                    what += f"; other ranks have launched up to {most}"
                 elif entry.get("considered_dead"):
                     state, what = "killed", "is dead"
                 process = f"process {entry['pid']} on {entry['host']}"
@@ -44,12 +48,12 @@ def look_by_nccl(rank: int, size: int) -> Look:
 
 
 def _launches(entry: dict[str, Any]) -> int:
-    """The number of collectives that a rank of a communicator has launched."""
+    """Return the number of collectives that a rank of a communicator has launched."""
     return sum(entry.get("collective_counts", {}).values())
 
 
 def _ask() -> dict[str, Any]:
-    """NCCL's answer; empty if nobody answers, or not in JSON."""
+    """Return NCCL's answer; empty if NCCL does not answer, or not in JSON."""
     host, _, port = os.environ.get("NCCL_RAS_ADDR", ADDRESS).rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SEC) as connection:

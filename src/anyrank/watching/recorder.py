@@ -1,8 +1,8 @@
-"""The calls that torch's flight recorders have kept for a rank, and anyrank's own agreements.
+"""The calls that torch's flight recorders keep for a rank, and anyrank's own agreements.
 
-gloo has one recorder, NCCL another one in builds for CUDA; their entries look the same. An entry
-has the stack at the call: under NCCL a collective returns at once, and the main thread is
-elsewhere.
+gloo has a recorder, and NCCL has another one in CUDA builds; their entries have the same form. An
+entry has the stack of the call, because with NCCL a collective returns at once, and the main thread
+continues.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ from anyrank.watching.stacks import AGREEMENT, WAIT, Frame, Stack, collective_of
 from anyrank.world.rendezvous import open_connections
 from anyrank.world.waits import GroupState, Wait
 
-ACTIVE = 64  # calls under way that a rank reports, the oldest first
-PASSED = 8  # the newest calls of each group that have ended
-FRAMES = 6  # of a call's own lines
+ACTIVE = 64  # pending calls that a rank reports, the oldest first
+PASSED = 8  # ended calls that a rank reports per group, the newest ones
+FRAMES = 6  # lines of user code per call
 SAFE_NCCL = (2, 14)  # before it, a dump of NCCL's recorder may crash a running job
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-VAGUE = re.compile(r"|backward|torch\.distributed|.*\(\)")  # from a stack; the record has its name
-UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls in which ranks may have different sizes
+VAGUE = re.compile(
+    r"|backward|torch\.distributed|.*\(\)"
+)  # names from stacks; the record has a better one
+UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls in which sizes may differ between ranks
 AGREEMENTS = "anyrank"  # prefix of the groups of anyrank's own agreements
 MESSAGES = "messages "  # prefix of groups that stand for one direction between two ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-ONE_ENDED = ("send", "recv", WAIT)  # in a name from a stack: these have no record
+ONE_ENDED = ("send", "recv", WAIT)  # in names from stacks: these calls have no record
 USUAL, OTHER, FIRST, UNREAD = "usual", "other", "first", "unread"
-COALESCED = "coalesced"  # an entry that completes for all calls of its number, which never do
+COALESCED = "coalesced"  # an entry that completes in place of all calls of its number
 
 
 @dataclass
 class Call:
-    """A call of a rank, or what it waits in.
+    """A call of a rank, possibly one in which it waits.
 
     Attributes:
-        group, number: equal on ranks that wait for each other in it; no group if only a stack shows
-            it.
-        name: "all_gather", or the purpose of an agreement; empty if it is no longer known.
+        group, number: the same on ranks that wait for each other in the call; no group if only a
+            stack shows the call.
+        name: "all_gather", or the purpose of an agreement; empty if no longer known.
         shown: the public function that was called, such as all_gather_object.
-        time_ns: time of the call, by the rank's clock.
-        arrival: how the rank arrived at it: USUAL, after OTHER calls than ever before, or for the
-            FIRST time; UNREAD if the calls have no stacks, by which they are distinguished.
-        operation: its number among all calls of the rank in the group, messages included.
-        sizes, dtypes: those of its tensors; empty if ranks may have different ones.
-        is_done: whether it has ended on this rank.
-        stack: the user's own lines at the call.
-        on_device: whether it returned at once, and waits on a device.
+        time_ns: time of the call, by the clock of the rank.
+        arrival: how the rank arrived at the call: USUAL, after OTHER calls than ever before, or for
+            the FIRST time; UNREAD if calls were read without stacks, which distinguish them.
+        operation: number of the call among all operations of the rank in the group, including
+            messages.
+        sizes, dtypes: those of the tensors; empty if they may differ between ranks.
+        is_done: whether the call has ended on this rank.
+        stack: the lines of user code at the call.
+        on_device: whether the call returned at once, and a device executes it.
         members: ranks of the group; empty if unknown.
     """
 
@@ -74,34 +77,34 @@ class Call:
     operation: int = 0
 
     def __post_init__(self) -> None:
-        self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, if it comes from JSON
+        self.stack = tuple(Frame(*frame) for frame in self.stack)  # lists, if it was read from JSON
 
     @property
     def key(self) -> tuple[str, int]:
-        """A key that is equal on ranks that have to make the same call."""
+        """A key that is the same on all ranks that must make the same call."""
         return self.group, self.number
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """A value equal on ranks that make the same call: shapes may differ, elements may not."""
+        """A value that is the same for matching calls: shapes may differ, element counts not."""
         if not self.group:
             return self.name, self.stack
         return self.name, sum(map(math.prod, self.sizes)), *sorted({*self.dtypes})
 
     @property
     def is_counted(self) -> bool:
-        """Return whether it is a collective that the flight recorder has numbered."""
+        """True if it is a collective that the flight recorder has numbered."""
         return bool(self.group) and not self.group.startswith((AGREEMENTS, MESSAGES))
 
     @property
     def is_message(self) -> bool:
-        """Return whether one rank must act for it alone: to send, to receive, to set a key."""
+        """True if it waits for an action of a single rank: a send, a recv, or a set of a key."""
         if self.group:
             return self.group.startswith(MESSAGES)
         return any(word in self.name for word in ONE_ENDED)
 
     def describe(self, with_sizes: bool = False) -> str:
-        """The call as text: "all_gather #412 of group mesh_tp 3"."""
+        """Return the call as text: "all_gather #412 of group mesh_tp 3"."""
         if self.group.startswith(AGREEMENTS):
             return f'anyrank\'s agreement "{self.name}"'
         if self.group.startswith(MESSAGES):
@@ -117,20 +120,20 @@ class Call:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickles only what the recorders write: numbers, texts, lists and dicts."""
+    """An unpickler for what the recorders write: numbers, strings, lists and dicts."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} in a flight recorder's dump")
 
 
 def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
-    """The entries of both recorders; none of a recorder that does not answer.
+    """Return the entries of both recorders; none for a recorder that does not answer.
 
     Args:
-        with_stacks: read stacks too, which takes up to two seconds the first time.
-        is_still: whether the job stands still, so that no dump can collide with a call.
+        with_stacks: whether to read stacks too, which takes up to two seconds the first time.
+        is_still: whether the rank stands still, so that a dump cannot collide with a call.
     """
-    # No public name: without these, only the stacks show where a rank waits.
+    # These have no public names. Without them, only stacks show where a rank waits.
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
     dumps = [getattr(c10d, "_dump_fr_trace", None)]
     version = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -147,15 +150,15 @@ def read_entries(with_stacks: bool, is_still: bool) -> list[dict[str, Any]]:
 
 
 def read_calls(with_stacks: bool) -> list[Call]:
-    """All calls of a running job that can be read safely, the oldest first."""
+    """Return all calls that can be read safely while the job runs, the oldest first."""
     return _calls(read_entries(with_stacks, is_still=False))
 
 
 def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
-    """All calls, except those of anyrank's own groups and messages that have arrived.
+    """Return all calls, except those of anyrank's own groups, and messages that have ended.
 
-    Own groups have no name there (`own_calls` has them); both ends of a message do not share its
-    number.
+    anyrank's own groups have no name in the record; `own_calls` has them. The two ends of a message
+    have different numbers.
     """
     groups: dict[str, list[Call]] = {}
     ends = {_launch(entry): entry for entry in entries if _name(entry) == COALESCED}
@@ -168,25 +171,25 @@ def _calls(entries: Sequence[dict[str, Any]]) -> list[Call]:
         if call is None:
             continue
         calls = groups.setdefault(call.group, [])
-        if calls and call.number < calls[-1].number:  # a new group has the name of an earlier one
+        if calls and call.number < calls[-1].number:  # a new group has the name of an old one
             calls.clear()
         calls.append(call)
     return sorted(itertools.chain(*groups.values()), key=lambda call: call.time_ns)
 
 
 def _launch(entry: dict[str, Any]) -> tuple[object, ...]:
-    """A key that is equal for all calls that NCCL launches together."""
+    """Return a key that is the same for all calls that NCCL launches together."""
     number = "p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"
     return *entry["process_group"], number, entry.get(number)
 
 
 def _name(entry: dict[str, Any]) -> str:
-    """The operation of an entry, without its backend: "all_gather", "send 0->1"."""
+    """Return the operation of an entry, without the backend: "all_gather", "send 0->1"."""
     return str(entry["profiling_name"]).rpartition(":")[2].strip("_")
 
 
 def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
-    """The calls of a recorder's entries that are under way, and the newest others of each group."""
+    """Return the pending calls among a recorder's entries, and the newest ended ones per group."""
     calls = _calls(entries)
     active = [call for call in calls if not call.is_done][:ACTIVE]
     has_stacks = any(entry.get("frames") for entry in entries)
@@ -202,10 +205,10 @@ def calls_of(entries: Sequence[dict[str, Any]]) -> list[Call]:
 
 
 def _arrival(calls: Sequence[Call]) -> str:
-    """How a rank arrived at the last of its calls, compared with earlier arrivals.
+    """Return how a rank arrived at the last of its calls, compared with earlier arrivals.
 
-    Consecutive calls from one line count as one step with a length, as in a loop over parameters.
-    Only lengths up to the longest one before are usual.
+    Consecutive calls from one line, such as in a loop over parameters, count as one step with a
+    length. Only lengths up to the longest earlier one are usual.
     """
     steps: list[object] = []
     begun: dict[str, int] = {}  # messages, by group
@@ -228,7 +231,7 @@ def _arrival(calls: Sequence[Call]) -> str:
 
 
 def _message(call: Call, entry: dict[str, Any]) -> Call | None:
-    """A `send` or `recv` under way; its two ends form one group, alone."""
+    """Return a pending `send` or `recv` as a call in a group of only its two ends."""
     match = MESSAGE.match(_name(entry))
     if match is None:
         return None
@@ -241,20 +244,20 @@ def _message(call: Call, entry: dict[str, Any]) -> Call | None:
 
 
 def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
-    """A call from a recorder's entry, and from the entry that says whether it has ended."""
+    """Return the call of a recorder's entry; another entry may say whether it has ended."""
     backend = str(entry["profiling_name"]).rpartition(":")[0]
     name = _name(entry).split(" ")[0]
     group, description = map(str, entry["process_group"])
     if description not in ("", "undefined", "default_pg", "default"):
         group = f"{description} {group}"
-    # A call of NCCL is retired at its timeout too; gloo's recorder knows no other end.
+    # gloo's recorder only retires calls. NCCL retires a call at its timeout too.
     is_done = end["state"] == "completed" or (bool(end["retired"]) and backend != "nccl")
     side = (
         "output" if (name.startswith("all") and "gather" in name) or name == "scatter" else "input"
     )
     sizes, dtypes = entry.get(f"{side}_sizes", []), entry.get(f"{side}_dtypes", [])
     if any(text in name for text in UNEVEN):
-        sizes = []  # ranks may have different ones
+        sizes = []  # they may differ between ranks
     frames = entry.get("frames") or []
     stack = tuple(Frame(f["filename"], int(f["line"]), f["name"]) for f in frames)
     shown = collective_of(stack)
@@ -274,7 +277,7 @@ def _read(entry: dict[str, Any], end: dict[str, Any]) -> Call:
 
 
 def _members(group: str) -> list[int]:
-    """The ranks of a group, by its name; empty if it is no longer known."""
+    """Return the ranks of a group by its name; empty if torch no longer has the group."""
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
     try:
         return dist.get_process_group_ranks(c10d._resolve_process_group(group))
@@ -283,11 +286,11 @@ def _members(group: str) -> list[int]:
 
 
 def note_line(calls: Sequence[Call], stack: Stack) -> None:
-    """Note the line of the only call under way, if the main thread is in it.
+    """Set the line of the only pending call, if the main thread is in it.
 
     Args:
         calls: calls without stacks.
-        stack: stack of the main thread.
+        stack: the stack of the main thread.
     """
     active = [call for call in calls if not call.is_done]
     shown = collective_of(stack)
@@ -297,10 +300,10 @@ def note_line(calls: Sequence[Call], stack: Stack) -> None:
 
 
 def own_calls(stack: Stack) -> list[Call]:
-    """Anyrank's own agreements: the newest of each group, and the one the main thread waits in.
+    """Return anyrank's own agreements: the newest per group, and that of the main thread.
 
     Args:
-        stack: stack of the main thread.
+        stack: the stack of the main thread.
     """
     names: dict[GroupState, str] = {}
     calls: list[Call] = []
@@ -314,7 +317,7 @@ def own_calls(stack: Stack) -> list[Call]:
     if waiting is not None and collective_of(stack) == AGREEMENT:
         ranks = [*waiting.state.ranks]
         group, number = f"{AGREEMENTS} {names.get(waiting.state, ranks)}", waiting.number
-        if number is None:  # messages between two ranks are not counted
+        if number is None:  # messages between two ranks have no number
             group, number, ranks = f"{group} messages", 0, [*waiting.peers]
         lines = own_frames(stack)[:FRAMES]
         calls.append(Call(group, number, waiting.what, stack=lines, members=ranks))
@@ -322,6 +325,6 @@ def own_calls(stack: Stack) -> list[Call]:
 
 
 def switched_off() -> str:
-    """The variable with which the user has switched off a recorder; "" if there is none."""
+    """Return the setting with which the user has disabled a recorder; "" for none."""
     off = (name for name in SWITCHES if os.environ.get(name, "").strip() == "0")
     return next((f"{name}=0" for name in off), "")

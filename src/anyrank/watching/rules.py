@@ -1,6 +1,6 @@
-"""The rules of `anyrank.check` that compare ranks: from common knowledge to findings.
+"""The rules of `anyrank.check` that compare ranks.
 
-A rule says what is wrong on which ranks, and is silent if it cannot know.
+A rule yields what is wrong on which ranks, and nothing if it cannot tell.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RULES = "replicas", "ties", "optimizer", "trainable", "random", "sampler", "batc
 
 
 def run_rules(known: Known) -> list[Finding]:
-    """All findings, in the order of the rules."""
+    """Apply all rules, and return the findings in the order of RULES."""
     rules = (_join_findings, _replicas, _trainable, _streams, _sampler, _batch)
     findings = [finding for rule in rules for finding in rule(known)]
     return sorted(findings, key=lambda finding: RULES.index(finding.rule))
 
 
 def _join_findings(known: Known) -> Iterator[Finding]:
-    """Merge equal findings that ranks have made on their own."""
+    """Merge equal findings that ranks made separately."""
     groups: dict[Finding, list[int]] = {}
     for rank, facts in _ranks(known):
         for finding in facts.findings:
@@ -44,16 +44,16 @@ def _replicas(known: Known) -> Iterator[Finding]:
             "replicas",
             "replicas of a parameter have different values",
             _where(lines),
-            "each rank would train a model of its own, and saves would hold a mixture",
-            "torch.manual_seed(0)  # on all ranks, before the model is built; or load() on all",
+            "the ranks would train different models, and a checkpoint would mix them",
+            "torch.manual_seed(0)  # on every rank, before the model is built; or call load()",
         )
     if frozen:
         yield Finding(
             "replicas",
             "replicas of a frozen parameter have different values",
             _where(frozen),
-            "each rank would train against a part of its own, and saves would hold one of them",
-            "load() or seed frozen parts equally on all ranks: they are not broadcast",
+            "the ranks would train with different frozen parts, and a checkpoint would hold one",
+            "load() frozen parts on every rank, or seed them equally: they are not broadcast",
         )
 
 
@@ -66,8 +66,8 @@ def _trainable(known: Known) -> Iterator[Finding]:
             "trainable",
             f"{first} is {shown}",
             _where(lines),
-            "gradients are exchanged in order and by size: ranks would hang, or sum unlike ones",
-            "build the same model on all ranks: no branch on the rank",
+            "ranks would hang, or add up gradients of different parameters",
+            "build the same model on every rank: do not branch on the rank",
         )
     elif order := known.differing.get("order", {}):
         names = {name: by_text for by_text in order.values() for name in by_text if name}
@@ -75,7 +75,7 @@ def _trainable(known: Known) -> Iterator[Finding]:
             "trainable",
             "parameters are registered in different orders",
             _where(names),
-            "DDP and optimizers go by the order: gradients of one would be summed into another",
+            "DDP and optimizers rely on the order: they would mix up gradients of parameters",
             "for name in sorted(names): ...  # build modules in one order; a set has none",
         )
 
@@ -91,8 +91,8 @@ def _streams(known: Known) -> Iterator[Finding]:
             "random",
             f"the DistributedSampler's seed differs: {_show(seeds)}",
             f"loader.sampler, {name_ranks([*seeds])}",
-            "each rank takes its share of another order: samples come twice, others never",
-            "DistributedSampler(dataset, seed=0)  # the same on all ranks",
+            "ranks shuffle differently: some samples are seen twice, and others never",
+            "DistributedSampler(dataset, seed=0)  # the same seed on every rank",
         )
     if known.data_parallel < 2 or any(facts.is_seeded for facts in known.facts):
         return
@@ -105,9 +105,9 @@ def _streams(known: Known) -> Iterator[Finding]:
         if facts.dropout:
             yield Finding(
                 "random",
-                "torch's random numbers come from one seed on several ranks",
+                "torch's random numbers have the same seed on several ranks",
                 f"{facts.dropout}, {name_ranks(ranks)}",
-                "every rank drops alike: fewer different gradients than it seems",
+                "these ranks apply the same dropout mask, so gradients are less diverse",
                 "torch.manual_seed(seed + dist.get_rank())  # after the model is built",
             )
 
@@ -118,11 +118,11 @@ def _sampler(known: Known) -> Iterator[Finding]:
     if len({(loader.samples, loader.subset) for loader in shared.values()}) > 1:
         yield Finding(
             "sampler",
-            "the samples are sharded twice: each rank has its own part, and DistributedSampler "
-            "shares it out",
+            "the samples are divided twice: each rank has its own part, and DistributedSampler "
+            "divides that again",
             f"loader.dataset, {name_ranks([*shared])}",
             "most samples are never seen",
-            "DataLoader(part, shuffle=True)  # without a sampler; or give all ranks the whole",
+            "DataLoader(part, shuffle=True)  # without a sampler; or pass the full dataset",
         )
     shares = {loader.share for loader in shared.values() if loader.share is not None}
     if len(shares) == 1 and len(shared) == known.data_parallel > 1:
@@ -131,7 +131,7 @@ def _sampler(known: Known) -> Iterator[Finding]:
             "sampler",
             f"every rank takes the share of rank {rank} of {size}",
             f"loader.sampler, {name_ranks([*shared])}",
-            "the ranks see the same samples, and the others are never seen",
+            "all ranks see the same samples, and the other samples are never seen",
             "DistributedSampler(dataset)  # takes rank and num_replicas from the process group",
         )
     repeated = max((loader.repeated for loader in shared.values()), default=0)
@@ -139,9 +139,9 @@ def _sampler(known: Known) -> Iterator[Finding]:
         samples = next(iter(shared.values())).samples
         yield Finding(
             "sampler",
-            f"{count(repeated, 'sample')} of {samples} are repeated, so that ranks have as many",
+            f"DistributedSampler repeats {count(repeated, 'sample')} of {samples}",
             f"loader.sampler, {name_ranks([*shared])}",
-            "they count twice in an epoch, and in the mean of an evaluation",
+            "they count twice in an epoch and in the mean of an evaluation",
             "DistributedSampler(dataset, drop_last=True)  # or ElasticLoader: each exactly once",
         )
 
@@ -157,8 +157,8 @@ def _batch(known: Known) -> Iterator[Finding]:
             "batch",
             f"the batch sizes differ: {_show(sizes)}",
             f"loader.batch_size, {name_ranks([*sizes])}",
-            "gradients are averaged over ranks, so samples of small batches weigh more",
-            "DataLoader(..., batch_size=8)  # the same on all ranks",
+            "gradients are averaged over ranks, so samples in small batches have more weight",
+            "DataLoader(..., batch_size=8)  # the same on every rank",
         )
     elif sizes and known.global_batch is not None:
         (size,) = {*sizes.values()}
@@ -169,12 +169,12 @@ def _batch(known: Known) -> Iterator[Finding]:
             yield Finding(
                 "batch",
                 f"a step has {samples} samples ({size} x {known.accumulation} accumulated x "
-                f"{replicas} ranks), and not {known.global_batch}",
+                f"{replicas} ranks), not global_batch={known.global_batch}",
                 f"loader.batch_size, {name_ranks([*sizes])}",
-                "the learning rate belongs to another batch",
+                "the learning rate was chosen for a different batch size",
                 f"DataLoader(..., batch_size={wanted})"
                 if wanted and not rest
-                else f"choose a global_batch that {known.accumulation * replicas} divides",
+                else f"choose a global_batch that is a multiple of {known.accumulation * replicas}",
             )
 
 
@@ -186,13 +186,13 @@ def _ranks(known: Known) -> Iterator[tuple[int, Facts]]:
 
 
 def _show(values: Mapping[int, Hashable]) -> str:
-    """Values as text: "8 on ranks 0, 1, 4 on rank 2"."""
+    """Return the values as text: "8 on ranks 0, 1, 4 on rank 2"."""
     groups = ranks_by_value(values).items()
     return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups)
 
 
 def _differing(known: Known, tables: str) -> dict[str, RanksByText]:
-    """Lines of the tables of a kind for which two ranks have different values."""
+    """Return the lines, in tables of a kind, for which two ranks have different values."""
     differing: dict[str, RanksByText] = {}
     for name, lines in known.differing.items():
         for line, by_text in lines.items() if name.startswith(tables) else ():
@@ -203,6 +203,7 @@ def _differing(known: Known, tables: str) -> dict[str, RanksByText]:
 
 
 def _where(lines: Mapping[str, RanksByText]) -> str:
-    """The first lines, and the ranks whose first lines are equal."""
-    by_text = next(iter(lines.values()))
-    return f"{some(lines)}, " + " unlike ".join(name_ranks(ranks) for ranks in by_text.values())
+    """Return the first names, and the groups of ranks that differ in the first one."""
+    first, *others = next(iter(lines.values())).values()
+    verb = "differs" if len(first) == 1 else "differ"
+    return f"{some(lines)}; {name_ranks(first)} {verb} from {', '.join(map(name_ranks, others))}"

@@ -1,4 +1,4 @@
-"""Finds slow ranks in a job that only calls `watch`: the store has each rank's medians."""
+"""Find slow ranks in a job that only calls `watch`: the store has the medians of each rank."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch.optim import Optimizer
 from anyrank.training.steps.pace import Pace
 from anyrank.world.store import Store
 
-FIRST_SEC = 0.1  # between looks while the others' first medians are awaited
+FIRST_SEC = 0.1  # between ticks while the first medians of other ranks are missing
 
 
 class SlowRanks:
-    """Measures this rank's pace, publishes it, and on the first rank compares.
+    """The paces of ranks: this rank measures and publishes its own; rank 0 compares all.
 
-    The second step shows the model, because the watch may have begun within the first. A job whose
-    pace is measured already, for example by `Checkpoints`, is left alone.
+    The second step shows the model, because the watch may have started within the first step. Does
+    nothing if the pace is already measured, for example by `Checkpoints`.
 
     Args:
-        store: the watch's store.
-        rank, size: this rank and the number of ranks of the job.
-        on_first: called when there is a first window to publish.
+        store: the store of the watch.
+        rank, size: this rank, and the number of ranks of the job.
+        on_first: called when the first window is ready to be published.
     """
 
     def __init__(self, store: Store, rank: int, size: int, on_first: Callable[[], None]) -> None:
         self._store, self._rank, self._size, self._on_first = store, rank, size, on_first
         self._pace: Pace | None = None
-        self._is_due = False  # the comparison
-        self._modules: dict[int, nn.Module] | None = None  # that have run in the second step
+        self._is_due = False  # whether to compare
+        self._modules: dict[int, nn.Module] | None = None  # that run in the second step
         self._hook = register_module_forward_pre_hook(self._note_module) if size > 1 else None
 
     def tick(self) -> bool:
-        """Publish, and compare; return whether to be called again soon. By the watch's thread."""
+        """Publish and compare; return whether to call again soon. For the watch's thread."""
         if self._pace is None or Pace.running is not self._pace:
             return False
         if window := self._pace.take_window():
@@ -54,7 +54,7 @@ class SlowRanks:
         return False
 
     def step_made(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped: the second step's model is timed from here on."""
+        """Record a step of an optimizer; after the second one, start to time its model."""
         if self._hook is None:
             return
         if self._modules is None:
@@ -67,7 +67,7 @@ class SlowRanks:
             self._pace = Pace(model, [optimizer], self._on_first)
 
     def close(self) -> None:
-        """Remove all hooks in the training thread: another thread would do it while they run."""
+        """Remove all hooks; call it in the training thread, because elsewhere hooks may run."""
         if self._hook is not None:
             self._hook.remove()
         if self._pace is not None:
@@ -79,9 +79,9 @@ class SlowRanks:
 
 
 def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn.Module | None:
-    """The outermost module that has most of the optimizers' parameters.
+    """Return the outermost module with the largest number of the optimizers' parameters.
 
-    If none has any, because the optimizers are stale, the one with most gradients.
+    If no module has any, because the optimizers are stale, return that with the most gradients.
     """
     inner = {id(part) for module in seen for part in module.modules() if part is not module}
     stepped = parameters_of(optimizers)
@@ -97,5 +97,5 @@ def find_model(seen: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> nn
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> set[int]:
-    """The ids of the parameters that optimizers step."""
+    """Return the ids of the parameters in optimizers."""
     return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}

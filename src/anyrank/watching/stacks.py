@@ -1,7 +1,7 @@
-"""Python stacks from text, and what they show. No process group.
+"""Read Python stacks from text, and find the calls that they show. Needs no process group.
 
-Stacks are read from the output of `faulthandler` or py-spy. Lines are the user's own unless their
-file belongs to Python, to an installed package or to anyrank.
+The text is the output of `faulthandler` or py-spy. A line is user code unless its file belongs to
+Python, to an installed package, or to anyrank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ INSTALLED = re.compile(r"(^<)|([/\\](site|dist)-packages[/\\])|([/\\]lib(64)?/py
 COLLECTIVES = re.compile(r"torch/distributed/distributed_c10d\.py$")
 DISTRIBUTED = re.compile(r"torch/(distributed|nn/parallel/distributed\.py)")
 FETCHING = re.compile(r"torch/utils/data/|anyrank/data/fetch")
-WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")  # in C: only the line shows them
+WAITS = re.compile(
+    r"\.(wait|item|cpu|tolist|synchronize)\("
+)  # in C, so only the source line shows them
 STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 AGREEING = re.compile(r"anyrank/world/")
-PIPELINES = re.compile(r"torch/distributed/pipelining/")  # they wait for messages only
-# Names for waits that no function's name shows.
+PIPELINES = re.compile(r"torch/distributed/pipelining/")  # these wait only for messages
+# Names for waits that no function name shows.
 AGREEMENT, STORE, WAIT = "an agreement of anyrank", "store.wait()", "wait()"
 END = "destroy_process_group"
 
 
 class Frame(NamedTuple):
-    """One line of a stack."""
+    """A frame of a stack."""
 
     file: str
     line: int
@@ -49,12 +51,12 @@ Stack = tuple[Frame, ...]  # the innermost frame first
 
 
 def unescape(dump: str) -> str:
-    """Restore a dump of `faulthandler`, which escapes all non-ASCII letters of paths and names."""
+    """Restore non-ASCII letters of paths and names, which `faulthandler` escapes."""
     return _ESCAPED_LETTER.sub(lambda match: chr(int(match[match.lastindex or 0], 16)), dump)
 
 
 def read_faulthandler(text: str) -> dict[int, Stack]:
-    """Thread -> its stack, from one dump of `faulthandler`; unreadable parts are left out."""
+    """Return the stack of each thread in a dump of `faulthandler`; skip unreadable parts."""
     stacks: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in unescape(text).splitlines():
@@ -67,7 +69,7 @@ def read_faulthandler(text: str) -> dict[int, Stack]:
 
 
 def read_py_spy(text: str) -> Stack:
-    """The main thread's stack, from `py-spy dump --json`; empty if it has none."""
+    """Return the stack of the main thread from `py-spy dump --json`; empty if it has none."""
     threads = json.loads(text)
     main = [thread for thread in threads if thread.get("thread_name") == "MainThread"]
     frames = next((thread.get("frames", []) for thread in main or threads[-1:]), [])
@@ -75,29 +77,29 @@ def read_py_spy(text: str) -> Stack:
 
 
 def is_own(frame: Frame) -> bool:
-    """Return whether a frame is in the user's own code."""
+    """Return whether a frame is in user code."""
     return not INSTALLED.search(frame.file) and not frame.file.startswith(_installed())
 
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Folders of torch and of anyrank that are used from a clone without installation."""
+    """Return the folders of torch and anyrank, which may be clones that are not installed."""
     specs = [find_spec("torch"), find_spec("anyrank")]
     return tuple(f"{os.path.dirname(spec.origin)}/" for spec in specs if spec and spec.origin)
 
 
 def own_frames(stack: Stack) -> Stack:
-    """The frames of the user's own code, the innermost first."""
+    """Return the frames in user code, the innermost first."""
     return tuple(frame for frame in stack if is_own(frame))
 
 
 def _inner_frames(stack: Stack) -> Stack:
-    """The frames that the innermost own frame has called, directly or not."""
+    """Return the frames inside of the innermost frame in user code."""
     return tuple(itertools.takewhile(lambda frame: not is_own(frame), stack))
 
 
 def collective_of(stack: Stack) -> str:
-    """The collective that a thread is in, by its stack: "all_reduce", "backward"; or ""."""
+    """Return the collective in which a thread is: "all_reduce", "backward"; "" for none."""
     if ends(stack):
         return ""
     inner = _inner_frames(stack)
@@ -110,7 +112,7 @@ def collective_of(stack: Stack) -> str:
     called = [frame.function for frame in inner if COLLECTIVES.search(frame.file)]
     public = [name for name in called if not name.startswith("_")]
     if public:
-        return public[-1]  # the outermost: all_gather_object, not the all_gather in it
+        return public[-1]  # the outermost: all_gather_object, not its all_gather
     if any(BACKWARD.search(frame.file) for frame in inner):
         return "backward"
     if any(PIPELINES.search(frame.file) for frame in inner):
@@ -121,17 +123,17 @@ def collective_of(stack: Stack) -> str:
 
 
 def ends(stack: Stack) -> bool:
-    """Return whether a thread is ending its group, as at the end of a script."""
+    """Return whether a thread is destroying its process group, which scripts do at the end."""
     return any(frame.function == END for frame in _inner_frames(stack))
 
 
 def fetches(stack: Stack) -> bool:
-    """Return whether a thread fetches data, in torch's loader or in anyrank's."""
+    """Return whether a thread fetches data in a loader of torch or anyrank."""
     return any(FETCHING.search(frame.file) for frame in stack)
 
 
 def _source_line(stack: Stack) -> str:
-    """The text of a stack's innermost line; "" if it cannot be read."""
+    """Return the source text of the innermost line of a stack; "" if it cannot be read."""
     lines = _text(stack[0].file).splitlines() if stack else []
     return lines[stack[0].line - 1] if stack and 0 < stack[0].line <= len(lines) else ""
 

@@ -1,8 +1,8 @@
-"""Finds who holds up a job, and where, from one look at every rank. Pure.
+"""Find the rank that blocks a job, and where, from one look at every rank. Pure functions.
 
-A rank waits in its oldest call that has not ended. Ranks that made a call of one group vote on what
-it is, and the odd one out holds up the others; else it is the rank that others wait for and that
-waits for nobody itself. A rank at work is waited for, but is not a hang.
+A rank waits in its oldest call that has not ended. If ranks made different calls in a group, the
+majority is right, and the others block the job. Otherwise, the culprit is the rank that others wait
+for and that waits for no rank itself. A rank that works may let others wait, but that is not a hang.
 """
 
 from __future__ import annotations
@@ -29,52 +29,50 @@ from anyrank.world.first_ranks import name_ranks
 SHOWN_RANKS = 8
 SHOWN_FRAMES = 6
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-# The action of a rank that is in no call, after its name: by its state, else by the kind.
+# What a rank that is in no call does: by its state, else by the kind of the verdict.
 DOES = {
     "killed": "has ended",
-    "lost": "does not answer, on another machine: see `anyrank stacks` there",
+    "lost": "does not respond (on another machine: run `anyrank stacks` there)",
     "stopped": "is stopped (SIGSTOP, a debugger, or a batch system)",
-    "gil": "holds the GIL in C",
-    "no core": "has had no core",
+    "gil": "holds the GIL in C code",
+    "no core": "has had no CPU time",
     "absent": "has never called anyrank.watch",
-    "left": "has ended its group",
-    "worker": "has lost a worker of its DataLoader, and stands",
+    "left": "has closed its watch or its process group",
+    "worker": "is blocked because a DataLoader worker died",
     "ending": "is at the end of its script",
-    "loader": "is in its loader",
+    "loader": "is in its data loader",
 }
 PLURALS = {"is": "are", "has": "have", "waits": "wait", "does": "do", "holds": "hold"}
 ADVICE = {
-    "skipped": "every rank has to call it as often as the others",
-    "order": "every rank has to call the groups in the same order",
-    "mismatch": "every rank has to make the same calls, with as many elements of the same dtype",
-    "loader": "the others wait for its data",
-    "worker": "start it with fewer workers, or look for what killed it (memory, /dev/shm)",
-    "stopped": "kill -CONT continues it",
-    "killed": "its processes may still hold its sockets",
-    "gil": "no other thread of it runs: the call has to release the GIL, or to return",
-    "store": "no rank sets the key, or the process with the store has ended",
-    "slow": "the others wait for it",
-    "ending": "it has finished, and the others have not",
+    "skipped": "every rank must call it the same number of times",
+    "order": "every rank must call the groups in the same order",
+    "mismatch": "every rank must make the same calls, with the same dtypes and numbers of elements",
+    "loader": "other ranks wait for its data",
+    "worker": "use fewer workers, or find out what killed this one (memory, /dev/shm)",
+    "stopped": "`kill -CONT` continues it",
+    "killed": "its child processes may still hold its sockets",
+    "gil": "no other Python thread of it runs until the call releases the GIL or returns",
+    "store": "no rank sets the key, or the process that hosts the store has ended",
+    "slow": "other ranks wait for it",
+    "ending": "it has finished, and other ranks have not",
 }
-MESSAGE_ADVICE = (
-    "what a rank waits for has to come: a send and a recv of one tag, or a key of the store"
-)
+MESSAGE_ADVICE = "an operation is missing: a send or a recv of the same tag, or a set of the key"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ranks that hold up the job. The fields up to `stacks` are the report's keys.
+    """The ranks that block the job. The fields up to `stacks` are the keys of the report.
 
     Attributes:
-        culprits: ranks, in order; empty if nothing tells which of several it is.
+        culprits: these ranks, in order; empty if it is unclear which of several they are.
         kind: a key of ADVICE.
-        file, line, function: the innermost line of the user's own code at the first culprit's call,
-            else in its main thread; None if no stack can be had.
+        file, line, function: the innermost line of the user's code, in the call of the first
+            culprit, else in its main thread; None if no stack is available.
         waiting: the other ranks that wait.
-        collective: the culprit's, else the one the others wait in: "all_gather #412".
-        stacks: stacks of every rank, as text.
+        collective: the call of the culprit, else that in which others wait: "all_gather #412".
+        stacks: the stacks of every rank, as text.
         screen: the text for a person.
-        unread: ranks whose recorded stacks would tell more, for another look.
+        unread: ranks whose recorded stacks would decide more, for another look.
     """
 
     culprits: list[int]
@@ -89,7 +87,7 @@ class Verdict:
     unread: Sequence[int] = ()
 
     def to_json(self) -> str:
-        """The report."""
+        """Return the report as a JSON object."""
         plain = asdict(self)
         del plain["screen"], plain["unread"]
         return json.dumps(plain, indent=2)
@@ -99,11 +97,11 @@ Calls = Mapping[int, Call]  # by rank
 
 
 def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
-    """Find who holds up the job; None if a rank is at work.
+    """Find the ranks that block the job; return None if a rank is at work.
 
     Args:
-        looks: looks at every rank.
-        idle_sec: seconds since the last step, if known.
+        looks: one look per rank.
+        idle_sec: seconds since the last step; None if unknown.
     """
     snapshot = JobSnapshot(looks, idle_sec)
     for state in ("killed", "lost", "stopped"):
@@ -117,16 +115,16 @@ def conclude(looks: Sequence[Look], idle_sec: float | None) -> Verdict | None:
     verdict = snapshot.verdict_of_answers()
     if verdict is not None and verdict.culprits:
         return verdict
-    if silent:  # in a collective, which may hold the GIL too; counts only if nobody else stands out
+    if silent:  # a collective may hold the GIL too, so this counts only if no other rank stands out
         return snapshot.verdict([look.rank for look in silent], "gil")
     return None if any(look.state == "no core" for look in looks) else verdict
 
 
 def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
-    """Find the ranks that have made other calls than the rest, in a job that continues.
+    """Find the ranks whose calls differ from those of the majority, in a job that continues.
 
     Args:
-        looks: looks with the calls of one group.
+        looks: one look per rank, with its calls in one group.
     """
     snapshot = JobSnapshot(looks, None)
     for key in sorted({call.key for look in looks for call in look.calls}):
@@ -137,10 +135,10 @@ def conclude_mismatch(looks: Sequence[Look]) -> Verdict | None:
 
 
 class JobSnapshot:
-    """All looks, and the call that each rank waits in.
+    """The looks at all ranks, and the call in which each rank waits.
 
     Args:
-        looks: looks at every rank.
+        looks: one look per rank.
         idle_sec: see `conclude`.
     """
 
@@ -159,13 +157,13 @@ class JobSnapshot:
         self.awaited = set[int]().union(*self.waits_for.values())
 
     def verdict_of_answers(self) -> Verdict | None:
-        """Find who holds up the job among the ranks that have answered."""
+        """Find the culprits among the ranks that have answered."""
         if dispute := self.disputed_calls():
             return self.verdict(_odd_ranks(dispute), "mismatch", dispute)
         return self.idle_ranks_verdict() or self.waiting_ranks_verdict()
 
     def _behind(self, call: Call) -> set[int]:
-        """Ranks that have never made a call; by stacks alone, ranks that are not in it."""
+        """Return ranks that have not made a call; or, if only stacks show it, are not in it."""
         if not call.group:
             within = {rank for rank, other in self.pending.items() if not other.group}
             return {look.rank for look in self.answering} - within
@@ -177,7 +175,7 @@ class JobSnapshot:
         }
 
     def disputed_calls(self) -> dict[int, Call]:
-        """The calls of one number of one group, if ranks that wait in them made different ones."""
+        """Return the calls of one number in one group, if waiting ranks made different ones."""
         positions = collections.Counter(
             call.key for call in self.pending.values() if call.is_counted
         )
@@ -185,31 +183,31 @@ class JobSnapshot:
             calls = self.calls_of(key)
             if len({call.signature for call in calls.values()}) > 1:
                 return calls
-            # A call that some have not made may have ended on a rank that only sends.
+            # A call that some ranks have not made may have ended on a rank that only sends.
             behind = [rank for call in calls.values() for rank in self._behind(call)]
             if len({call.is_done for call in calls.values()}) > 1 and not behind:
                 return calls
         return {}
 
     def calls_of(self, key: tuple[str, int]) -> dict[int, Call]:
-        """The call of one number of one group, of each rank that has made it."""
+        """Return the call of one number in one group, for each rank that has made it."""
         calls: dict[int, Call] = {}
         for look in self.answering:
             call = next((call for call in look.calls if call.key == key), None)
             if call is None and _newest(look, key[0]) > key[1]:
-                call = Call(*key, "", is_done=True)  # it is no longer recorded
+                call = Call(*key, "", is_done=True)  # no longer recorded
             if call is not None:
                 calls[look.rank] = call
         return calls
 
     def idle_ranks_verdict(self) -> Verdict | None:
-        """Blame the ranks in no collective; None if all are in one, or have ended."""
+        """Name the ranks that are in no collective; None if all are in one, or have ended."""
         free = [look for look in self.answering if look.rank not in self.pending]
         if ranks_with_dead_workers := [look.rank for look in free if look.dead_workers]:
             return self.verdict(ranks_with_dead_workers, "worker")
         if self.awaited:
             free = [look for look in free if look.rank in self.awaited]
-        if not self.pending:  # ranks at their end hold up nobody
+        if not self.pending:  # ranks at the end of their scripts block no other rank
             free = [look for look in free if not _is_ending(look)]
         if not free:
             return None
@@ -221,10 +219,10 @@ class JobSnapshot:
         return self.verdict([look.rank for look in free], kind)
 
     def waiting_ranks_verdict(self) -> Verdict | None:
-        """Find who is to blame if all ranks wait.
+        """Find the culprits if all ranks wait.
 
-        These are ranks that others wait for and that wait for nobody, ranks that do not watch, or
-        the odd ones of a ring.
+        They are ranks that others wait for and that wait for no rank; else ranks that do not watch;
+        else the minority in a ring of ranks that wait for each other.
         """
         if not self.pending:
             return None
@@ -244,27 +242,29 @@ class JobSnapshot:
             return self.verdict(culprits, "skipped" if culprits else "mismatch", ring)
         is_alike = len({call.key for call in ring.values()}) == 1
         if is_alike and any(call.on_device for call in ring.values()):
-            return None  # all have called, and a device may still be busy with earlier work
+            return None  # every rank has called, and a device may still do earlier work
         is_order = not is_alike and all(call.is_counted for call in ring.values())
         return self.verdict(_odd_ranks(ring), "order" if is_order else "mismatch", ring)
 
     def _without_message(self, ring: Calls) -> list[int]:
-        """Find ranks that left out their message, among ranks that wait for each other.
+        """Find the ranks that did not send or receive a message, in a ring.
 
-        A rank that waits for a message is never wrong by itself: its other end may be, if it has
-        called something else. For gloo that end is not known; but the recorder counts messages.
+        A rank that waits for a message is never wrong itself. The other end may be, if it called
+        something else. With gloo the other end is unknown, but the recorder counts messages.
         """
         waiting = {rank: call for rank, call in ring.items() if call.is_message}
         called = ring.keys() - waiting.keys()
         odd = [rank for rank in called if ring[rank].arrival == OTHER]
-        if odd and (len(odd) < len(called) or len(called) == 1):  # all of them: after an evaluation
+        if odd and (
+            len(odd) < len(called) or len(called) == 1
+        ):  # all of them: an evaluation came before
             return sorted(odd)
         known = [self.waits_for[rank] for rank, call in waiting.items() if call.group]
         if ends := called & set[int]().union(*known):
             return sorted(ends)
         alike = collections.Counter(call.signature for call in waiting.values())
         ((_, most),) = alike.most_common(1)
-        is_exchange = 2 * most > len(ring) and most == len(waiting)  # of most ranks, at one line
+        is_exchange = 2 * most > len(ring) and most == len(waiting)  # most ranks, at one line
         return sorted(called) if is_exchange else []
 
     def verdict(
@@ -277,9 +277,9 @@ class JobSnapshot:
         """Build the verdict.
 
         Args:
-            culprits: empty if nothing tells which it is.
+            culprits: the ranks that block the job; empty if that is unclear.
             kind: a key of ADVICE.
-            calls: calls of the ranks concerned; default: where each rank waits.
+            calls: calls of the ranks concerned. By default, those in which ranks wait.
             hangs: whether the job hangs.
         """
         calls = {**self.pending, **(calls or {})} if hangs else calls or {}
@@ -302,10 +302,7 @@ class JobSnapshot:
         )
 
     def _unread(self, calls: Calls, culprits: Sequence[int], shown: Iterable[int]) -> list[int]:
-        """Ranks whose recorded stacks would tell more.
-
-        Either a line of the screen, or, if the calls alone do not tell, which rank is wrong.
-        """
+        """Return the ranks whose recorded stacks show a missing line, or decide the verdict."""
         deciding: Iterable[int] = ()
         if any(call.is_message for call in calls.values()):
             deciding = calls
@@ -318,18 +315,18 @@ class JobSnapshot:
         return sorted(unread)
 
     def line(self, rank: int, calls: Calls) -> Frame | None:
-        """The innermost own line of a rank's call, else of its main thread."""
+        """Return the innermost line of the user's code in a rank's call or main thread."""
         call = calls.get(rank)
         stack = (self.stack_of(call) if call else ()) or own_frames(self.by_rank[rank].stack)
         return stack[0] if stack else None
 
     def stack_of(self, call: Call) -> Stack:
-        """The lines of a call, or of the same call on another rank: not all ranks report them."""
+        """Return the lines of a call, or of the same call on a rank that reports them."""
         return call.stack or self.stacks.get((call.key, call.signature), ())
 
 
 def _pending_call(look: Look) -> Call | None:
-    """The call that a rank waits in: its oldest unfinished one, else the one its stack shows."""
+    """Return the call in which a rank waits: the oldest unfinished one, or that on its stack."""
     for call in look.calls:
         if not call.is_done:
             return call
@@ -338,7 +335,7 @@ def _pending_call(look: Look) -> Call | None:
 
 
 def _newest(look: Look, group: str) -> int:
-    """The number of a rank's newest call of a group."""
+    """Return the number of the newest call of a rank in a group."""
     return max((call.number for call in look.calls if call.group == group), default=-1)
 
 
@@ -348,10 +345,10 @@ def _is_ending(look: Look) -> bool:
 
 
 def _odd_ranks(calls: Calls) -> list[int]:
-    """The ranks outside the largest group that has made one call.
+    """Return the ranks outside of the largest group that has made the same call.
 
-    If several groups are equally large, it is the one that arrived as never before, and nobody if
-    that does not tell one group from the others.
+    If several groups are the largest, return the one that arrived at its call as never before; if
+    that does not single out one group, return no ranks.
     """
     groups = _groups_of(calls)
     most = max(map(len, groups))
@@ -363,14 +360,14 @@ def _odd_ranks(calls: Calls) -> list[int]:
         largest = [group for group in largest if group not in odd]
     is_one_call = len({(call.key, call.signature) for call in calls.values()}) == 1
     if is_one_call and any(call.name in ROOTED for call in calls.values()):
-        return []  # a rank that only sends has gone on, whoever is wrong
+        return []  # a rank that only sends continues, whichever rank is wrong
     if len(largest) != 1 or len(groups) == 1:
         return []
     return [rank for rank in calls if rank not in largest[0]]
 
 
 def _groups_of(calls: Calls) -> list[list[int]]:
-    """The ranks of each call; if all made the same one, those that are done with it separately."""
+    """Group the ranks by call; if all made the same call, by whether they are done with it."""
     groups: dict[object, list[int]] = collections.defaultdict(list)
     is_one_call = len({(call.key, call.signature) for call in calls.values()}) == 1
     for rank, call in calls.items():
@@ -383,13 +380,13 @@ def _groups_of(calls: Calls) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Screen:
-    """The text for a person: a clause for each group of ranks in the same state, culprits first.
+    """The text for a person: a clause per group of ranks in the same state, culprits first.
 
     Attributes:
-        snapshot: the looks.
+        snapshot: the looks at all ranks.
         calls: the calls concerned, by rank.
-        culprits: ranks.
-        waiting: ranks that wait.
+        culprits: the ranks that block the job.
+        waiting: the ranks that wait.
         kind: a key of ADVICE.
     """
 
@@ -400,50 +397,53 @@ class _Screen:
     kind: str
 
     def text(self, hangs: bool) -> str:
-        """The whole text, for a job that hangs, or that continues with wrong calls."""
-        head = self._hang() if hangs else f"{self._clauses(self.calls)}: the result is wrong"
+        """Return the whole text, for a job that hangs, or that continues with wrong calls."""
+        wrong = "these calls do not match, so their results are wrong"
+        head = self._hang() if hangs else f"{self._clauses(self.calls)}; {wrong}"
         looks = [self.snapshot.by_rank[rank] for rank in self.culprits[:1]]
         details = [d for look in looks for d in (*look.dead_workers, *look.workers, look.detail)]
         off = {look.recorder for look in self.snapshot.answering if look.recorder}
-        notes = [f"torch's flight recorder is off ({name}): only stacks are seen" for name in off]
+        notes = [
+            f"torch's flight recorder is off ({name}), so only stacks are known" for name in off
+        ]
         waiting = [self.calls[rank] for rank in self.waiting if rank in self.calls]
         advice = MESSAGE_ADVICE if any(call.is_message for call in waiting) else ADVICE[self.kind]
         lines = [advice, *(printable(detail) for detail in details if detail), *notes]
         return "\n".join([f"anyrank: {head}", *(f"  {line}" for line in lines), *self._stacks()])
 
     def _hang(self) -> str:
-        """The sentence for a job that hangs."""
+        """Return the sentence for a job that hangs."""
         idle_sec = self.snapshot.idle_sec
-        lasting = " now" if idle_sec is None else f", for {idle_sec:.0f} s"
+        idle = "" if idle_sec is None else f" (no step for {idle_sec:.0f} s)"
         called = [rank for rank in self.waiting if rank in self.calls]
         waiting = self._alike(sorted(called, key=lambda rank: not self.calls[rank].is_message))
         if self.culprits:
             head = f"{self._orders()}{self._clauses(self.culprits)}"
             if not waiting:
-                return f"{head}; no step{lasting}" if self.waiting else f"{head}{lasting}"
+                return f"{head}{idle}"
             verb = "waits" if len(waiting[0]) == 1 else "wait"
             waits = f" and {verb} there" if self.calls[waiting[0][0]].is_counted else ""
-            return f"{head}; {self._clause(waiting[0])}{waits}{lasting}"
+            return f"{head}; {self._clause(waiting[0])}{waits}{idle}"
         if len(waiting) > 1 or self.calls[called[0]].is_message:
-            head = self._orders() or "nothing tells which rank is wrong: "
-            return f"{head}{self._clauses(self.waiting)}; all wait{lasting}"
+            head = self._orders() or "cannot tell which rank is at fault: "
+            return f"{head}{self._clauses(self.waiting)}; all wait{idle}"
         first = self.waiting[0]
         return (
-            f"all ranks wait in {self.calls[first].describe()}{lasting}, at "
-            f"{self.snapshot.line(first, self.calls)}, and none is missing: look at the network, "
-            "at ranks that are not in this group, and at roots and reduce operations, of which "
-            "there is no record"
+            f"all ranks of the group wait in {self.calls[first].describe()} at "
+            f"{self.snapshot.line(first, self.calls)}{idle}, and none is missing. Check the "
+            "network, ranks outside of the group, and whether all ranks pass the same root and "
+            "reduce operation, which are not recorded"
         )
 
     def _orders(self) -> str:
-        """Say that ranks wait for each other in several groups."""
+        """Return the start of a sentence if ranks wait for each other in several groups."""
         if self.kind != "order":
             return ""
         groups = dict.fromkeys(call.group for call in self.calls.values() if not call.is_done)
         return f"ranks call groups {' and '.join(groups)} in different orders: "
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Group the ranks that do the same."""
+        """Group the ranks that are in the same call, or at the same line."""
         groups: dict[object, list[int]] = collections.defaultdict(list)
         for rank in ranks:
             call, line = self.calls.get(rank), self.snapshot.line(rank, self.calls)
@@ -451,17 +451,17 @@ class _Screen:
         return [*groups.values()]
 
     def first_ranks(self) -> list[int]:
-        """The first rank of each group in the sentence: its line stands for them all."""
+        """Return the first rank of each group in the sentence, whose line represents the group."""
         groups = self._alike((*self.culprits, *self.waiting) if self.culprits else self.calls)
         return [group[0] for group in groups[:SHOWN_RANKS]]
 
     def _clauses(self, ranks: Iterable[int]) -> str:
-        """A clause for each group of ranks; the culprits first."""
+        """Return a clause per group of ranks; the culprits first."""
         groups = self._alike(sorted(ranks, key=lambda rank: rank not in self.culprits))
         return "; ".join(first_few([*map(self._clause, groups)], SHOWN_RANKS))
 
     def _clause(self, ranks: Sequence[int]) -> str:
-        """The clause for ranks that do the same, and their line."""
+        """Return the clause for ranks that do the same, with their line."""
         call, line = self.calls.get(ranks[0]), self.snapshot.line(ranks[0], self.calls)
         where = f" at {line}" if line else ""
         if call is None:
@@ -478,12 +478,12 @@ class _Screen:
         return f"{name_ranks(ranks)} {verb} {call.describe(with_sizes)}{where}"
 
     def _does(self, look: Look) -> str:
-        """The action of a rank that is in no call."""
+        """Return what a rank does that is in no call."""
         known = DOES.get(look.state) or DOES.get(self.kind)
-        return known or ("is at work in one place" if look.is_busy else "is in no collective")
+        return known or ("is busy in one place" if look.is_busy else "is in no collective")
 
     def _stacks(self) -> list[str]:
-        """The user's own lines of each group of ranks, the largest group first."""
+        """Return the lines of the user's code for each group of ranks, the largest group first."""
         groups: dict[tuple[str, Stack, Stack], list[int]] = collections.defaultdict(list)
         for look in self.snapshot.looks:
             call = self.calls.get(look.rank)

@@ -177,14 +177,14 @@ def frozen_and_broadcast() -> Arguments:
 
 
 BUGS: list[tuple[str, Callable[[], Arguments], str]] = [
-    ("replicas", replica_of_one_rank, "2.weight, rank 0 unlike rank 1"),
-    ("replicas", frozen_part_of_one_rank, "0.bias, rank 0 unlike rank 1"),
-    ("replicas", replicas_built_with_own_seeds, "0.weight, 0.bias, 1.weight, 1.bias, rank 0"),
+    ("replicas", replica_of_one_rank, "2.weight; rank 0 differs from rank 1"),
+    ("replicas", frozen_part_of_one_rank, "0.bias; rank 0 differs from rank 1"),
+    ("replicas", replicas_built_with_own_seeds, "0.weight, 0.bias, 1.weight, 1.bias; rank 0"),
     ("ties", tie_of_a_copy, "embed.weight, head.weight, ranks 0, 1"),
     ("ties", tie_in_two_units, "embed.weight, head.weight, ranks 0, 1"),
     ("optimizer", optimizer_without_a_layer, "2.weight, 2.bias, ranks 0, 1"),
     ("optimizer", optimizer_made_before_sharding, "0.weight, 0.bias, 2.weight, 2.bias"),
-    ("trainable", trained_on_one_rank, "2.bias, rank 0 unlike rank 1"),
+    ("trainable", trained_on_one_rank, "2.bias; rank 0 differs from rank 1"),
     ("trainable", order_of_a_set, "b.weight, a.weight"),
     ("random", dropout_with_one_seed, "1, ranks 0, 1"),
     ("random", dropout_that_drew_more_on_one_rank, "1, ranks 0, 1"),

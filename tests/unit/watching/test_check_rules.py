@@ -47,11 +47,11 @@ def test_frozen_parts_are_told_from_trained_ones() -> None:
     values = {"a": FirstRanks((0,), 1), "b": FirstRanks((1,), 1)}
     differing = {"values whole": {"w": values}, "values frozen whole": {"vae.w": values}}
     trained, frozen = run_rules(known(facts(), facts(number=1), differing=differing))
-    assert (trained.where[:2], frozen.where[:6]) == ("w,", "vae.w,")
+    assert (trained.where[:2], frozen.where[:6]) == ("w;", "vae.w;")
     assert "they are not broadcast" in frozen.fix
 
 
-@pytest.mark.parametrize(("batch", "fix"), [(16, "batch_size=8"), (15, "that 2 divides")])
+@pytest.mark.parametrize(("batch", "fix"), [(16, "batch_size=8"), (15, "a multiple of 2")])
 def test_the_batch_that_fits_is_told(batch: int, fix: str) -> None:
     every = [facts(number=rank, loader=loader(rank)) for rank in (0, 1)]
     assert said(*every, batch=8) == []

@@ -247,7 +247,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             20,
             [
                 "rank 1 waits in all_gather at /u/train.py:20",
-                "ranks 0, 2, 3 wait in all_reduce at /u/train.py:10 main, for 61 s",
+                "ranks 0, 2, 3 wait in all_reduce at /u/train.py:10 main (no step for 61 s)",
             ],
         ),
     ),
@@ -317,7 +317,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             stands(1, called("broadcast", 7, is_done=True), called("all_reduce", 8)),
             stands(2, called("broadcast", 7)),
         ],
-        ([], "mismatch", None, ["and at roots and reduce operations, of which there is no record"]),
+        ([], "mismatch", None, ["whether all ranks pass the same root and reduce operation"]),
     ),
     "sizes that differ": (
         [
@@ -339,7 +339,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             12,
             [
                 "rank 0 called all_gather #7 at /u/train.py:12 main; ranks 1, 2 called all_reduce "
-                "#7 at /u/train.py:26 main and wait there, for 61 s",
+                "#7 at /u/train.py:26 main and wait there (no step for 61 s)",
                 "now at /u/train.py:30 main",
             ],
         ),
@@ -413,9 +413,9 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             "mismatch",
             None,
             [
-                "nothing tells which rank is wrong: rank 0 waits in recv at /u/train.py:20 main; "
+                "cannot tell which rank is at fault: rank 0 waits in recv at /u/train.py:20 main; "
                 "ranks 1, 2 called all_reduce #7 at /u/train.py:10 main",
-                "what a rank waits for has to come",
+                "an operation is missing: a send or a recv",
             ],
         ),
     ),
@@ -436,7 +436,7 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             waits(0, "recv", 20),
             *(stands(rank, called("all_reduce", 7, arrival=OTHER)) for rank in (1, 2)),
         ],
-        ([], "mismatch", None, ["nothing tells which rank is wrong"]),
+        ([], "mismatch", None, ["cannot tell which rank is at fault"]),
     ),
     "a recv that its other end does not send to": (
         [
@@ -534,7 +534,8 @@ SCENES: dict[str, tuple[list[Look], tuple[list[int], str, int | None, list[str]]
             12,
             [
                 "anyrank: rank 0 called all_gather #7 at /u/train.py:12 main; ranks 1, 2 wait in "
-                'anyrank\'s agreement "completing the step" at /u/train.py:26 main, for 61 s'
+                'anyrank\'s agreement "completing the step" at /u/train.py:26 main (no step for '
+                "61 s)"
             ],
         ),
     ),
@@ -704,7 +705,7 @@ def test_of_calls_that_go_on_the_first_that_differs_is_told_with_both_lines() ->
     assert (verdict.culprits, verdict.kind, verdict.line) == ([1], "mismatch", 12)
     assert verdict.screen.splitlines()[0] == (
         "anyrank: rank 1 called reduce_scatter #2 at /u/train.py:12 main; ranks 0, 2 called "
-        "all_reduce #2 at /u/train.py:26 main: the result is wrong"
+        "all_reduce #2 at /u/train.py:26 main; these calls do not match, so their results are wrong"
     )
     assert conclude_mismatch([Look(0, calls=[first]), Look(1, calls=[first, usual])]) is None
 
@@ -797,7 +798,11 @@ RAS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("rank", "state", "said"),
     [
-        (1, "gil", "process 4701 on 10.0.0.7 lives, and has launched 107 collectives; others up "),
+        (
+            1,
+            "gil",
+            "process 4701 on 10.0.0.7 is alive, and has launched 107 collectives; other ranks",
+        ),
         (2, "lost", "NCCL says: process 4702 on 10.0.0.7 does not answer NCCL either"),
         (3, "killed", "NCCL says: process 4703 on 10.0.0.7 is dead"),
         (4, "lost", ""),
@@ -860,7 +865,7 @@ def test_a_report_takes_the_place_of_a_file_alone(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("report")
     assert read_options(1, False, tmp_path / "link") == (1, str(tmp_path / "report"))
     for name in ("pipe", "to a pipe", "", "none/report"):
-        with pytest.raises(ValueError, match="give a file in a folder that exists"):
+        with pytest.raises(ValueError, match="must be a file in a folder that exists"):
             read_options(1, False, tmp_path / name)
 
 
