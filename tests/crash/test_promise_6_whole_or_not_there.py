@@ -351,7 +351,7 @@ def test_a_step_is_whole_without_what_dcp_alone_reads(tmp_path: Path) -> None:
     (newest / ".metadata").unlink()
     report = anyrank.verify(tmp_path)
     assert report
-    assert "no .metadata in step 2, which torch.distributed.checkpoint alone reads" in str(report)
+    assert "no .metadata in step 2, which only torch.distributed.checkpoint reads" in str(report)
     net, optimizer = build()
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(net, optimizer), every=1) as ckpts:
         resumed = ckpts.resume()

@@ -1,6 +1,6 @@
-"""Commands on checkpoints: `convert`, `inspect`, `diff`, `verify`. They run in one process, but for
-`convert` of a live model, which all ranks call.
+"""Commands on checkpoints: `convert`, `inspect`, `diff`, `verify`.
 
-A script or `cli` enters it. It may import `runs`, `live`, `loading` and what these may import, but
-not `training`.
+They run in one process, except for `convert` of a live model, which is collective. A script or
+`cli` calls them. May import `runs`, `live`, `loading` and what these may import, but not
+`training`.
 """

@@ -121,7 +121,7 @@ def job_left_out(folder: str, layout: str) -> list[list[str]]:
         out: Any = os.path.join(folder, f"{layout}-{to}")
         model = LAYOUTS[layout](reference(**SIZES))
         skipped.append(anyrank.convert(model, out, to=to, rename=rename).skipped)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="pipe: is neither a regular file nor a folder"):
+        with pytest.raises(ValueError, match="pipe: is neither a file nor a folder"):
             anyrank.convert(model, os.path.join(folder, "pipe"), to=to, overwrite=True)  # type: ignore[arg-type]
     return skipped
 
@@ -166,21 +166,21 @@ def test_one_ranks_refusal_is_every_ranks(tmp_path: Path) -> None:
         assert said[0].startswith("LoadError: ")
         assert "dst" in said[0]
         assert said[1].startswith("WrongValue: ")
-        assert "is there already" in said[2]
+        assert "already exists" in said[2]
         assert said[3].startswith("WrongValue: ")
         assert "dtype='int8'" in said[3]
         assert said[4].startswith("WrongType: ")
         assert said[5].startswith("WrongValue: ")
-        assert "model= is for sources on disk" in said[5]
+        assert "model= is only for a source on disk" in said[5]
         assert said[6].startswith("WrongValue: ")
-        assert "process_group= is for a model" in said[6]
+        assert "process_group= is only for a model" in said[6]
         assert said[7].startswith("WrongType: ")
         del said[3:8]
         assert said[3].startswith("CheckpointError: ")
         assert "No space left" in said[3]
         assert "differ" in said[4]
         assert "rank 1" in said[5]
-        assert said[6] == "running_mean: differs between ranks; the first rank's was written"
+        assert said[6] == "running_mean: differs between ranks; that of the first rank was written"
     assert sorted(os.listdir(tmp_path)) == ["norm", "there"]
     assert torch.equal(
         load_file(tmp_path / "norm/model.safetensors")["running_mean"], torch.zeros(2)
@@ -234,7 +234,7 @@ def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
 
 
 def test_layout_is_for_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layout= is for a model"):
+    with pytest.raises(ValueError, match="layout= is only for a model"):
         anyrank.convert({"a": torch.ones(2)}, tmp_path / "a", layout={"a": ([0], [Replicate()])})
     with pytest.raises(TypeError, match="give \\(mesh, placements\\)"):
         anyrank.convert(nn.Linear(2, 2), tmp_path / "a", layout={"weight": ([0], None)})
@@ -254,5 +254,5 @@ def job_extra(folder: str) -> list[str]:
 
 def test_extra_state_is_written_as_the_first_rank_has_it(tmp_path: Path) -> None:
     notes = run_ranks(2, job_extra, str(tmp_path))
-    assert notes[0] == ["0._extra_state: differs between ranks; the first rank's was written"]
+    assert notes[0] == ["0._extra_state: differs between ranks; that of the first rank was written"]
     assert load_file(tmp_path / "out/model.safetensors")["0._extra_state"].tolist() == [0.0, 0.0]

@@ -77,7 +77,7 @@ def test_a_folder_of_one_checkpoint_of_lightnings_is_its_weights(tmp_path: Path)
     state = {"state_dict": {"weight": torch.ones(2)}, "pytorch-lightning_version": "2.6"}
     torch.save(state, tmp_path / "last.ckpt")
     assert list(list_source(str(tmp_path)).tensors) == ["weight"]
-    with pytest.raises(ValueError, match="is the name of a file of torch"):
+    with pytest.raises(ValueError, match="is the name of a torch file"):
         anyrank.convert(tmp_path, tmp_path / "out.ckpt", to="safetensors")
 
 

@@ -185,11 +185,11 @@ def test_a_plot_that_cannot_be_drawn_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    with pytest.raises(anyrank.LoadError, match="no log of a run is there"):
+    with pytest.raises(anyrank.LoadError, match="does not exist, or is empty"):
         draw(str(tmp_path), "out.svg")
     train(tmp_path / "run", until=10, every=5)
     for path in ("out.what", "nowhere/out.svg"):
-        with pytest.raises(anyrank.AnyrankError, match=f"{path}: the picture cannot be written"):
+        with pytest.raises(anyrank.AnyrankError, match=f"{path}: cannot write the plot"):
             draw(str(tmp_path / "run"), str(tmp_path / path))
     monkeypatch.setattr("anyrank.tools.inspect.plot.find_spec", lambda name: None)
     with pytest.raises(anyrank.AnyrankError, match=r"pip install 'anyrank\[plot\]'"):

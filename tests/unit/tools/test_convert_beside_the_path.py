@@ -38,7 +38,7 @@ def test_overwrite_renames_what_was_there(tmp_path: Path, to: Any, name: str) ->
     report = anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
     old = Path(report.replaced)
     assert old.match("out.replaced-*")
-    assert f"the old result is {old} now" in str(report)
+    assert f"the old result was renamed to {old}" in str(report)
     assert (old / name).read_text() == "work of months"
     assert anyrank.diff(out, {"b": torch.ones(2)})
     assert sorted(os.listdir(tmp_path)) == sorted(["out", old.name])
@@ -51,7 +51,7 @@ def test_a_folder_is_renamed_for_a_file(tmp_path: Path, to: Any) -> None:
     out = tmp_path / "x.safetensors"
     out.mkdir()
     (out / "notes").write_text("work of months")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         anyrank.convert({"b": torch.ones(2)}, out)
     report = anyrank.convert({"b": torch.ones(2)}, out, overwrite=True)
     assert out.is_file()
@@ -64,7 +64,9 @@ def test_a_url_is_refused_and_its_neighbors_stay(name: str, overwrite: bool) -> 
     bucket: Any = fsspec.filesystem("memory")  # other tests of this process write there too
     before = {"/bucket/dir/precious.bin": b"x", "/bucket/dir/weights/model.safetensors": b"y"}
     bucket.pipe(before)
-    with pytest.raises(ValueError, match="writes to local paths: give a local path, and copy"):
+    with pytest.raises(
+        ValueError, match=r"writes only to local paths\. Pass a local path, and copy"
+    ):
         anyrank.convert(
             {"w": torch.full((4,), 1e30)},
             f"memory://bucket/dir/{name}",
@@ -101,7 +103,7 @@ def test_a_pipe_and_a_socket_stay_what_they_are(
     before = {name: os.lstat(tmp_path / name) for name in names}
     weights = nn.Linear(2, 2) if source == "model" else {"a": torch.ones(2)}
     for name in names:
-        with pytest.raises(ValueError, match=f"{name}: is neither a regular file nor a folder"):
+        with pytest.raises(ValueError, match=f"{name}: is neither a file nor a folder"):
             anyrank.convert(weights, tmp_path / name, to=to, overwrite=overwrite)
     with pytest.raises(ValueError, match="is not a folder"):
         anyrank.convert(weights, tmp_path / "pipe" / "w", to=to, overwrite=overwrite)
@@ -119,7 +121,9 @@ def test_what_came_during_the_conversion_stays(
         anyrank.convert({"a": torch.ones(2)}, out)
 
     monkeypatch.setitem(faults.armed, "convert.commit", come)
-    with pytest.raises(CheckpointError, match="came there during the conversion"):
+    with pytest.raises(
+        CheckpointError, match="was created by another process during the conversion"
+    ):
         anyrank.convert({"b": torch.ones(2)}, out)
     assert anyrank.diff(out, {"a": torch.ones(2)})
     assert os.listdir(tmp_path) == [name]
@@ -171,12 +175,12 @@ def test_a_cast_that_overflows_names_a_dtype_that_does_not(tmp_path: Path) -> No
         (wide, "bfloat16", "float64"),
         (wide, "float32", "float64"),
     ):
-        with pytest.raises(LoadError, match=f"give dtype='{wider}'"):
+        with pytest.raises(LoadError, match=f"Pass dtype='{wider}'"):
             anyrank.convert({"w": value}, tmp_path / "out", dtype=dtype)
 
 
 def test_a_name_that_the_format_keeps_for_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="header's own table"):
+    with pytest.raises(LoadError, match="safetensors reserves this name"):
         anyrank.convert({"__metadata__": torch.ones(1)}, tmp_path / "out")
 
 
@@ -217,7 +221,7 @@ def test_a_table_that_shares_bytes_with_another_is_found_by_the_model(tmp_path: 
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == weights.keys() - {"1.weight"}
     assert all(torch.equal(found[name], weights[name]) for name in found)
-    assert "ema.0.bias: of another table" in report.skipped
+    assert "ema.0.bias: in a different table" in report.skipped
 
 
 def test_a_flat_dcp_folder_keeps_a_module_named_model(tmp_path: Path) -> None:
@@ -241,9 +245,9 @@ def test_an_unknown_prefix_is_named_with_the_way_out(tmp_path: Path) -> None:
 def test_the_report_says_what_of_the_source_was_verified(tmp_path: Path) -> None:
     save(tmp_path / "run", anyrank.TrainState(nn.Linear(2, 2)))
     report = anyrank.convert(tmp_path / "run", tmp_path / "a")
-    assert report.verified == "xxh3-64 of 1 file of the source"
+    assert report.verified == "xxh3-64 checksums of 1 file of the source"
     plain = anyrank.convert(tmp_path / "a", tmp_path / "b")
-    assert plain.verified == "not the bytes of the source: anyrank.verify does"
+    assert plain.verified == "only headers; use anyrank.verify to verify all bytes"
     live = anyrank.convert({"a": torch.ones(2)}, tmp_path / "c")
     assert live.verified == ""
 

@@ -55,7 +55,7 @@ def test_diff_names_the_first_step_that_differs_and_its_values(tmp_path: Path, e
     assert sorted(found.values) == ["model.0.bias", "model.0.weight", "model.1.weight"]
     assert (found.data, found.only_a, found.only_b) == ({}, [], [])
     largest = max(difference.largest for difference in found.values.values())
-    assert f"by {largest:.3g} at most" in str(found)
+    assert f"by at most {largest:.3g}" in str(found)
     assert json.loads(found.to_json())["values"]["model.0.bias"]["of"] == 2
 
 
@@ -90,7 +90,7 @@ def test_runs_that_were_saved_at_other_steps_are_compared_where_both_were(tmp_pa
     assert equal
     assert (equal.steps_equal, equal.steps_only, equal.equal) == ([4], [2, 3], 7)
     assert "equal, 7 tensors in 1 step\n" in str(equal)
-    assert "3 is in one of them only" in str(equal)
+    assert "3: only in one of the two" in str(equal)
     found = anyrank.diff(tmp_path / "a", tmp_path / "other")
     assert (bool(found), found.step, found.steps_only) == (False, 4, [2, 3])
     shutil.rmtree(tmp_path / "b/step-00000004")
@@ -105,7 +105,7 @@ def test_diff_says_when_the_samples_are_other_ones(tmp_path: Path) -> None:
     found = anyrank.diff(tmp_path / "a", tmp_path / "b")
     assert found.step == 1
     assert set(found.data) == {"seed", "receipt"}
-    assert "other samples were seen in this epoch" in str(found)
+    assert "different samples were seen in this epoch" in str(found)
     assert "seed: 0 and 1" in str(found)
 
 

@@ -1,1 +1,1 @@
-"""`convert`: writes weights into files of another format."""
+"""`convert`: write weights to files of a different format."""

@@ -1,4 +1,4 @@
-"""The elements of converted tensors: stored bytes, cast if requested."""
+"""The values of converted tensors: stored bytes, cast if requested."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from anyrank.files.reader import Reader, copy_into
 from anyrank.files.segments import Job, jobs_of
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tools.convert.output import FileSpan
+from anyrank.wording import count
 
-BUFFER_BYTES = 4 << 20  # staging memory of one reading thread
+BUFFER_BYTES = 4 << 20  # staging memory per reading thread
 
 
 class StoredContent:
-    """Tensors of files, or of a dict in memory.
+    """The values of tensors in files, or of a dict in memory.
 
     Args:
         listing: the contents of the sources.
@@ -26,25 +27,25 @@ class StoredContent:
 
     def __init__(self, listing: Listing, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = tensors
-        # The checksums of runs are verified as their bytes are read.
+        # The checksums of a run are verified as its bytes are read.
         self.reader = Reader(listing, buffer_bytes=BUFFER_BYTES, verify=True)
 
     def open(self) -> None:
-        """Open every file that is read, and check that it is unchanged since its header was read.
+        """Open every file to read, and check that it has not changed since its header was read.
 
         Raises:
-            LoadError: a file changed, or cannot be read.
+            LoadError: a file has changed, or cannot be read.
         """
         stored = self.tensors.values()
         self.reader.open({chunk.file for tensor in stored for chunk in tensor.chunks})
 
     def fill(self, pieces: Sequence[tuple[FileSpan, torch.Tensor]]) -> None:
-        """Write each span's elements into its tensor, which is on the CPU and has the box's sizes.
+        """Read the values of each span into its tensor, a CPU tensor with the sizes of the box.
 
-        Called from several threads, each with its own memory.
+        Several threads may call it, each with its own memory.
 
         Raises:
-            LoadError: the source cannot be read, or a value does not exist in the output's dtype.
+            LoadError: the source cannot be read, or a value is out of range in the output's dtype.
         """
         jobs: list[Job] = []
         casts: list[tuple[FileSpan, torch.Tensor, torch.Tensor]] = []
@@ -61,7 +62,7 @@ class StoredContent:
 
 
 def _cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
-    """Copy with a cast between floating dtypes.
+    """Copy with a cast between floating-point dtypes.
 
     Raises:
         LoadError: a finite value became infinite.
@@ -72,19 +73,19 @@ def _cast_into(memory: torch.Tensor, values: torch.Tensor, name: str) -> None:
     lost = ~memory.isfinite() & values.isfinite()
     if lost.any():
         raise LoadError(
-            f"{name}: {int(lost.sum())} values are beyond {torch.finfo(memory.dtype).max:g}, the "
-            f"largest of {memory.dtype} (one is {values[lost][0].item():g}): give "
-            f"dtype={_wider(float(values[lost].abs().max()))!r}"
+            f"{name}: {count(int(lost.sum()), 'value')} cannot be cast to {memory.dtype}, whose "
+            f"maximum is {torch.finfo(memory.dtype).max:g} (one is {values[lost][0].item():g}). "
+            f"Pass dtype={_wider(float(values[lost].abs().max()))!r}"
         )
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite, by the extremes: 30 times as fast as isfinite."""
+    """Return whether all values are finite, by the extremes: 30 times as fast as isfinite."""
     return not values.numel() or all(bool(end.isfinite()) for end in values.aminmax())
 
 
 def _wider(value: float) -> str:
-    """The name of the smallest dtype that holds a value."""
+    """Return the name of the smallest dtype that can hold a value."""
     dtypes = (torch.bfloat16, torch.float32)
     wide_enough = (dtype for dtype in dtypes if abs(value) <= torch.finfo(dtype).max)
     return dtype_name(next(wide_enough, torch.float64))

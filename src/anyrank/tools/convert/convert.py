@@ -1,4 +1,4 @@
-"""`anyrank.convert`: weights of any source into safetensors, DCP or one torch file."""
+"""`anyrank.convert`: write weights of any source as safetensors, DCP or one torch file."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def convert(
     layout: GivenLayout = None,
     process_group: Group = None,
 ) -> ConvertReport:
-    """Write the weights of a source into a folder or file that other tools read.
+    """Write the weights of a source to a folder or file that other tools read.
 
-    The destination is written beside its final place, made durable, and then renamed: it is either
-    whole or absent. Tied tensors are written once. Host memory: a few MiB, at any size; with
-    `model=`, both copies of a tensor that the model ties, which are compared.
+    The output is written next to the destination, made durable, and then renamed: the destination
+    is complete or absent. Tied tensors are written once. Uses a few MiB of host memory for any
+    model size; with `model=`, also the two copies of a tied tensor while they are compared.
 
-    One process converts a source on disk, without other ranks. A live model is given by every rank
-    of its group, sharded or not: each saves its share into a folder beside the destination, which
-    all of them must see, and the first rank converts that.
+    One process converts a source on disk, without other ranks. With a live model, sharded or not,
+    the call is collective: every rank of the group must call it. Each rank saves its share to a
+    folder next to the destination, which all ranks must see, and the first rank converts that.
 
     Example::
 
@@ -50,40 +50,40 @@ def convert(
         assert anyrank.inspect("weights").dtypes.keys() == {"bfloat16"}
 
     Args:
-        src: a path or URL, a list of files, or a dict of tensors; as for `load`. For a run, the
-            newest step's weights. Or a model: plain, DDP, FSDP2, tensor parallel, compiled.
+        src: a path or URL, a list of files, or a dict of tensors, as for `load`; for a run, the
+            weights of its newest step. Or a model: plain, DDP, FSDP2, tensor parallel, compiled.
         dst: a local path that does not exist yet. It is a file for "torch", and for "safetensors"
-            if it ends with `.safetensors`, else a folder.
+            if it ends with `.safetensors`; otherwise a folder.
         to: "safetensors", a Hugging Face folder with the configuration and tokenizer of the
             source's folder; "dcp", for torch.distributed.checkpoint; or "torch", for `torch.load`.
-        dtype: dtype of the floating tensors: float64, float32, float16 or bfloat16, also as fp64,
-            fp32, fp16 or bf16. Other tensors keep theirs.
-        rename: from the source's keys to names: a dict of keys or prefixes, a list of (regex,
+        dtype: dtype for the floating-point tensors: float64, float32, float16 or bfloat16; the
+            aliases fp64, fp32, fp16 and bf16 are accepted. Other tensors keep their dtypes.
+        rename: maps keys of the source to names: a dict of keys or prefixes, a list of (regex,
             replacement), or a callable. Names that wrappers add (`module.`, `_orig_mod.`) are
-            always left out, and so is a key that becomes "".
-        shard_bytes: most bytes of tensors in one file of safetensors. Default: 5 GB.
-        model: for a source with a model's own names (a run, DCP, `.pt`): that model, real or on
-            meta. The source must hold its tensors, ties are those of the model, and transformers'
-            renaming, fusing and stacking at load time is undone.
-        overwrite: rename an existing destination to `dst.replaced-...`, which the report names;
-            nothing is deleted. For a link, its target is renamed.
-        layout: for a model whose plain tensors are each rank's part of a whole: a dict of name or
-            pattern to (mesh, placements), or a function of the name, as for `sync`.
-        process_group: the ranks that hold the model. Default: all, or this process alone if no
+            always removed. A tensor whose name becomes "" is left out.
+        shard_bytes: maximum bytes of tensors per file, for a folder of safetensors. Default: 5 GB.
+        model: for a source that has the names of a live model (a run, DCP, `.pt`), that model, real
+            or on meta. The source must hold its tensors. The ties of the model count, and the
+            renaming, fusing and stacking of transformers at load time is undone.
+        overwrite: whether to rename an existing destination to `dst.replaced-...`, which the report
+            names; nothing is deleted. For a link, its target is renamed.
+        layout: for a model whose plain tensors are parts of whole tensors, one per rank: a dict
+            from name or pattern to (mesh, placements), or a function of the name, as for `sync`.
+        process_group: the ranks that hold the model. Default: all ranks, or only this process if no
             group is initialized.
 
     Returns:
         The report.
 
     Raises:
-        LoadError: the source cannot be read or is damaged, ranks hold different models, two keys
-            get one name, a value does not exist in `dtype`, the format cannot hold a tensor, or an
-            adapter is not plain LoRA or makes a weight that is not finite.
-        UnsafeFile: a pickle that would run code, or a header that lies.
+        LoadError: the source cannot be read or is corrupt, ranks hold different models, two keys
+            get the same name, a value is out of range in `dtype`, the format cannot hold a tensor,
+            or an adapter is not plain LoRA or makes a weight that is not finite.
+        UnsafeFile: a pickle would run code, or a header has impossible sizes.
         CheckpointError: the destination cannot be written, or does not hold the written bytes; or
-            the run is damaged.
-        ValueError, TypeError: an argument that is wrong in itself; a destination that is a URL, a
-            pipe, a socket or a device, that exists already, or that is the source itself.
+            the run is corrupt.
+        ValueError, TypeError: an argument is wrong; or the destination is a URL, a pipe, a socket
+            or a device, exists already, or is the source itself.
     """
 
     def checked() -> ConvertOptions:
@@ -94,21 +94,24 @@ def convert(
             check_model(model)
         if shard_bytes is not None and options.is_file(path):
             raise ValueError(
-                f"shard_bytes= is for a folder of weights, and {path} is one file: leave it out"
+                f"shard_bytes= is for a folder of weights, but {path} is one file. Remove it"
             )
         if not isinstance(src, nn.Module):
             check_source(src)
             if layout is not None:
-                raise ValueError("layout= is for a model: a source on disk holds whole tensors")
+                raise ValueError(
+                    "layout= is only for a model; a source on disk has whole tensors. Remove it"
+                )
             if process_group is not None:
                 raise ValueError(
-                    "process_group= is for a model: a source on disk is read by one process"
+                    "process_group= is only for a model; one process reads a source on disk. "
+                    "Remove it"
                 )
         elif model is not None:
-            raise ValueError("model= is for sources on disk: src is a model already")
+            raise ValueError("model= is only for a source on disk, and src is a model. Remove it")
         return options
 
-    # With a process group every rank takes part, even one that gives no model by mistake.
+    # With a process group every rank takes part, even one that passes no model by mistake.
     if isinstance(src, nn.Module) or process_group is not None:
         return convert_live(src, dst, checked, process_group)
     return convert_stored(src, dst, checked(), model)

@@ -1,4 +1,4 @@
-"""Files beside the weights in a Hugging Face folder: configuration, tokenizer, code, license."""
+"""Files next to the weights in a Hugging Face folder: configuration, tokenizer, code, license."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """Read the files to copy from a source's folder; none for sources of other formats.
+    """Read the files to copy from the folder of a source; none for sources of other formats.
 
     Args:
-        source: as the caller gave it.
+        source: as the caller passed it.
         listing: its contents.
-        dtype: dtype of the converted, unquantized weights, to be named in config.json; None changes
-            nothing.
+        dtype: dtype of the converted, unquantized weights, for config.json; None to change nothing.
 
     Raises:
         LoadError: a file cannot be read.
@@ -64,7 +63,7 @@ def _folder_of(source: Source, listing: Listing) -> str | None:
 
 
 def _with_dtype(data: bytes, dtype: torch.dtype | None) -> bytes:
-    """Change the dtype that a configuration names, if it names one."""
+    """Change the dtype in a configuration, if it has one."""
     if dtype is None:
         return data
     try:
@@ -85,4 +84,4 @@ def _rename_dtype(config: dict[str, Any], name: str) -> None:
         if key in DTYPE_KEYS and isinstance(value, str):
             config[key] = name
         elif isinstance(value, dict):
-            _rename_dtype(value, name)  # text_config and the like
+            _rename_dtype(value, name)  # such as text_config

@@ -1,7 +1,7 @@
-"""The destination of a conversion: a local path, written beside it, then renamed into place.
+"""The destination of a conversion: a local path, written next to it, then renamed.
 
-Nothing is ever deleted except files that the conversion itself has written: `overwrite=True`
-renames an existing destination.
+Only files that the conversion itself has written are ever deleted. `overwrite=True` renames an
+existing destination.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Destination:
     """A local path that is free, or whose contents may be renamed.
 
     Attributes:
-        path: a file or a folder, as the caller named it, without a trailing slash; for a link, its
+        path: a file or a folder, as the caller passed it, without a trailing slash; for a link, its
             target.
-        is_file: whether it becomes one file.
+        is_file: whether the result is one file.
         overwrite: whether existing contents may be renamed.
-        token: suffix for names beside it, unique to this conversion.
+        token: suffix for names next to the path, unique to this conversion.
     """
 
     path: str
@@ -38,24 +38,24 @@ class Destination:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         return os.path.basename(self.path)
 
     @property
     def folder(self) -> str:
-        """The folder in which files are written until all of them exist."""
+        """Folder in which files are written until all of them exist."""
         return f"{self.path}.unfinished-{self.token}"
 
     @property
     def written(self) -> str:
-        """The result that is renamed to the path: the folder, or the file in it."""
+        """Path of the result before it is renamed: the folder, or the file in it."""
         return os.path.join(self.folder, self.name) if self.is_file else self.folder
 
     def prepare(self, nbytes: int) -> None:
         """Make the folder in which the files are written.
 
         Raises:
-            CheckpointError: it cannot be made, or there is too little space.
+            CheckpointError: the folder cannot be made, or the disk has too little space.
         """
         with storing(self.folder):
             STORE.make_folder(self.folder)
@@ -63,8 +63,8 @@ class Destination:
         free = disk.f_bavail * disk.f_frsize
         if free < nbytes:
             raise CheckpointError(
-                f"{self.path}: takes {nbytes} bytes, and {free} are free there: free space, or "
-                "give another place"
+                f"{self.path}: needs {nbytes} bytes, but only {free} are free. Free some space, or "
+                "choose a different path"
             )
 
     def commit(self) -> str:
@@ -74,7 +74,7 @@ class Destination:
             The new path of a former destination; "" if there was none.
 
         Raises:
-            CheckpointError: the path was taken in the meantime, or the disk refuses.
+            CheckpointError: the path exists by now, or the disk reports an error.
         """
         with storing(self.path):
             STORE.sync_folder(self.folder)
@@ -96,7 +96,8 @@ class Destination:
             return ""
         if not self.overwrite:
             raise CheckpointError(
-                f"{self.path}: came there during the conversion: give another place"
+                f"{self.path}: was created by another process during the conversion. Choose a "
+                "different path"
             )
         replaced = f"{self.path}.replaced-{self.token}"
         STORE.rename(self.path, replaced)
@@ -111,33 +112,33 @@ class Destination:
 def destination(
     dst: str | os.PathLike[str], sources: Sequence[str], is_file: bool, overwrite: bool
 ) -> Destination:
-    """Check where to write.
+    """Check the destination path, and return the destination.
 
     Raises:
-        ValueError: a URL, the source itself, a place inside it or above it, one that is taken, one
-            that cannot be made, or a pipe, a socket or a device.
+        ValueError: the path is a URL, is the source, inside or above it, exists, cannot be made, or
+            is a pipe, a socket or a device.
     """
     path = os.fspath(dst)
     path = path.rstrip("/") or path
     if "://" in path:
         raise ValueError(
-            f"{path}: is a URL, and convert writes to local paths: give a local path, and copy "
-            "the result"
+            f"{path}: is a URL, but convert writes only to local paths. Pass a local path, and "
+            "copy the result"
         )
-    storage_for(path)  # refuses anything that is not a path here
+    storage_for(path)  # raises for anything that is not a path
     if not path or path == "/":
-        raise ValueError(f"dst={path!r}: give the path of a new file or folder")
+        raise ValueError(f"dst={path!r}: must be the path of a new file or folder")
     for source in sources:
         if _is_inside(path, source) or _is_inside(source, path):
             raise ValueError(
-                f"{path}: is the source {source}, inside it, or above it: give another place"
+                f"{path}: is the source {source}, inside it, or above it. Choose a different path"
             )
-    # Renaming a pipe or a device would take it away from whoever uses it.
+    # A pipe or a device must not be renamed, because another process may use it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise ValueError(f"{path}: is neither a regular file nor a folder: give another place")
+        raise ValueError(f"{path}: is neither a file nor a folder. Choose a different path")
     if not _is_free(path, is_file) and not overwrite:
         raise ValueError(
-            f"{path}: is there already: give another place, or overwrite=True (--overwrite)"
+            f"{path}: already exists. Choose a different path, or pass overwrite=True (--overwrite)"
         )
     if os.path.islink(path):
         path = os.path.realpath(path)  # the link itself must not be renamed
@@ -146,21 +147,19 @@ def destination(
 
 
 def _is_free(path: str, is_file: bool) -> bool:
-    """Return whether the path is free, or an empty folder where a folder will be written."""
+    """Return whether the path does not exist, or is an empty folder and the result is a folder."""
     if not os.path.lexists(path):
         return True
     return not is_file and os.path.isdir(path) and not os.listdir(path)
 
 
 def _check_parent(path: str) -> None:
-    """Raise ValueError if a file is where a folder above the destination has to be."""
+    """Raise ValueError if a file exists where a folder above the destination must be."""
     above = os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(above):
         above = os.path.dirname(above)
     if not os.path.isdir(above):
-        raise ValueError(
-            f"{path}: {above} is not a folder, so nothing goes in it: give another place"
-        )
+        raise ValueError(f"{path}: {above} is not a folder. Choose a different path")
 
 
 def _is_inside(inner: str, outer: str) -> bool:

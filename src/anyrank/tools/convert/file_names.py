@@ -1,7 +1,7 @@
-"""A transformers model's tensors under the names of its checkpoints, and its configuration.
+"""The tensors of a transformers model under the names of its checkpoints, and its configuration.
 
-transformers renames, fuses and stacks tensors while it loads; its own code that undoes this when a
-model is saved runs here on symbolic tensors, so that nothing is read.
+transformers renames, fuses and stacks tensors while it loads. Its own code that reverts this when a
+model is saved runs here on symbolic tensors, so no values are read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from anyrank.tensors.names import candidates
 from anyrank.tensors.near_names import near
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tools.convert.selection import Selection
+from anyrank.wording import count
 
 BUFFER_BYTES = 4 << 20
 Tensors = dict[str, StoredTensor]
@@ -40,17 +41,17 @@ def as_files(
     model: nn.Module,
     targets: Sequence[ModelTensor] | None = None,
 ) -> Selection:
-    """Give a source's tensors the file names of a model, with the model's ties.
+    """Rename the tensors of a source to the file names of a model, with the ties of the model.
 
     Args:
         selection: the selected tensors of the source.
-        listing: the source; safetensors has the file names already.
+        listing: the source; safetensors already has the file names.
         model: real or on meta.
-        targets: its tensors under the wanted names; default: all of them.
+        targets: its tensors under the requested names. Default: all of them.
 
     Raises:
-        LoadError: the source is not of this model, a tied tensor has two values, or a conversion
-            computes values.
+        LoadError: the source does not match the model, a tied tensor has two values, or a
+            conversion computes values.
     """
     targets = find_tensors(model) if targets is None else targets
     ties = _ties_of(model, targets)
@@ -66,7 +67,7 @@ def as_files(
     renamed = dict(selection.renamed)
     unknown: list[str] = []
     others: list[str] = []
-    extras: Tensors = {}  # extra state of modules, which a model does not list
+    extras: Tensors = {}  # extra state of modules, which targets do not include
     for name, stored in selection.tensors.items():
         hit = next((live_name for live_name in candidates(name) if live_name in live), None)
         if hit is None and is_other_part(name):
@@ -84,9 +85,11 @@ def as_files(
         first = (unknown or missing)[0]
         near_ones = missing if unknown else unknown
         raise LoadError(
-            f"the source is not of this {plain_class(model).__name__}: {len(unknown)} keys are not "
-            f"in it, and {len(missing)} of its tensors are not in the source; {first}"
-            f"{near(first, near_ones)}: give its own model=, or rename=" + _prefixed(unknown)
+            f"the source does not match this {plain_class(model).__name__}: the model lacks "
+            f"{count(len(unknown), 'key')} of the source, and the source lacks "
+            f"{count(len(missing), 'tensor')} of the model. The first is {first}"
+            f"{near(first, near_ones)}. Pass the model= that the source was saved from, or rename="
+            + _prefixed(unknown)
         )
     files = _file_named(model, selection.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
@@ -98,14 +101,14 @@ def as_files(
 
 
 def _prefixed(unknown: Sequence[str]) -> str:
-    """Suggest the rename= for keys that are all under one name."""
+    """Return a suggestion for rename= if all keys have the same first name."""
     first = unknown[0].partition(".")[0] if unknown else ""
     under = bool(first) and all(name.startswith(f"{first}.") for name in unknown)
-    return f", for instance rename={ {first: ''}!r}" if under else ""
+    return f", for example rename={ {first: ''}!r}" if under else ""
 
 
 def _in_table(selection: Selection, known: Collection[str]) -> Selection:
-    """The table of weights of a checkpoint of several parts, found by the model as `load` does."""
+    """Select the table of weights in a checkpoint with several, by the model, as `load` does."""
     names = [*selection.tensors, *selection.tied]
     prefix = inner_prefix(names, known)
     if prefix is None:
@@ -113,7 +116,7 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     keys = {name: key for key, name in selection.renamed.items()}
     inner = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     owners = {name: name for name in selection.tensors} | selection.tied
-    first: dict[str, str] = {}  # an owner may be outside the table, and its bytes inside
+    first: dict[str, str] = {}  # an owner may be outside of the table, and its bytes inside
     for name in inner:
         first.setdefault(owners[name], name)
     tensors = {inner[name]: selection.tensors[owner] for owner, name in first.items()}
@@ -123,13 +126,13 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     outer = {name: new for name, new in selection.renamed.items() if new not in inner}
     renamed = outer | {keys.get(name, name): new for name, new in inner.items()}
     others = tuple(
-        f"{keys.get(name, name)}: of another table" for name in names if name not in inner
+        f"{keys.get(name, name)}: in a different table" for name in names if name not in inner
     )
     return Selection(tensors, tied, renamed, (*selection.skipped, *others), selection.left_out)
 
 
 def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensors:
-    """Give tensors the names under which transformers saves them; other models keep theirs.
+    """Rename tensors to the names under which transformers saves them; other models keep theirs.
 
     Raises:
         LoadError: a conversion computes values; or as for `conversion_code`.
@@ -141,14 +144,17 @@ def _file_named(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> Tensor
     symbolic: Any = {name: SymbolicTensor(stored) for name, stored in tensors.items()}
     try:
         reverted: dict[str, Any] = revert(plain_copy(inner), symbolic)
-    except Exception as error:  # transformers' own code, and ours below it
-        raise LoadError(f"transformers' names of {type(inner).__name__}: {error!r}") from error
+    except Exception as error:  # from code of transformers, or anyrank's code that it calls
+        text = f"transformers cannot name the tensors of {type(inner).__name__} in files"
+        raise LoadError(f"{text}: {error!r}") from error
     return {name: tensor.stored.renamed(name) for name, tensor in reverted.items()}
 
 
 def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]:
-    """Name -> the name that holds the values, of what is one tensor in the model. transformers'
-    list says only which name it keeps: a merged adapter may have untied what the list ties.
+    """Return name -> the name that holds the values, for tensors that are tied in the model.
+
+    The list of transformers only says which name is kept, because a merged adapter may have untied
+    tensors in the list.
     """
     declared = getattr(pretrained(model), "all_tied_weights_keys", None) or {}
     ties: dict[str, str] = {}
@@ -160,7 +166,7 @@ def _ties_of(model: nn.Module, targets: Iterable[ModelTensor]) -> dict[str, str]
 
 
 def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Selection:
-    """Drop the second copies of tied tensors, which must equal the first.
+    """Drop the second copies of tied tensors, which must have the same values.
 
     Raises:
         LoadError: they hold different values.
@@ -179,8 +185,8 @@ def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Se
                 pair = [content_hash(reader.read(tensors[key])) for key in (name, kept)]
                 if pair[0] != pair[1]:
                     raise LoadError(
-                        f"{name} and {kept} are one tensor in the model, and hold different values "
-                        "in the source: give a model= that does not tie them, or correct the source"
+                        f"{name} and {kept} are tied in the model, but differ in the source. Pass "
+                        "a model= that does not tie them, or correct the source"
                     )
                 del tensors[name]
                 tied[name] = kept
@@ -188,7 +194,7 @@ def _tied(selection: Selection, listing: Listing, ties: Mapping[str, str]) -> Se
 
 
 def configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """config.json and generation_config.json of a transformers model; nothing for other models."""
+    """Return config.json and generation_config.json of a transformers model; else nothing."""
     inner = pretrained(model)
     if inner is None:
         return {}

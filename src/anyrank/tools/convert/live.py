@@ -1,6 +1,6 @@
-"""Converts a live model into files.
+"""Convert a live model.
 
-Its ranks save its weights beside the destination, and the first rank converts these.
+The ranks save its weights next to the destination, and the first rank converts these.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def convert_live(
     checked: Callable[[], ConvertOptions],
     process_group: Group,
 ) -> ConvertReport:
-    """Convert a model, as `convert` does. All ranks.
+    """Convert a model, as `convert` does. Collective.
 
     Args:
-        src: the model; `checked` refuses anything else.
+        src: the model; `checked` raises for anything else.
         dst: as for `convert`.
-        checked: the options; raises for arguments that are wrong in themselves.
+        checked: returns the options, and raises for wrong arguments.
         process_group: as for `convert`.
     """
     start = time.perf_counter()
@@ -90,13 +90,13 @@ def convert_live(
         coordinates = find_coordinates(tensors, inventory, ranks)
         pairs = ((alias.name, t.name) for t in tensors for alias in t.registrations[1:])
         tied = {alias: name for alias, name in pairs if alias != name}
-        # Another rank's tie would be written as the first rank's.
+        # Only the ties of the first rank are written, so they must be the same on every rank.
         ties = {f"tie of {alias}": name for alias, name in tied.items()}
         compare_arguments(ranks, "convert", ties, LoadError)
         buffers = {t.name: t for t in tensors if t.kind == "buffer" and t.layout is None}
         replicas = [pair for pair in shared(tensors, coordinates) if pair[0].name not in buffers]
         compare_replicas(replicas, ranks)
-        # Nothing keeps these equal: the first rank's are written, and the report says so.
+        # These may differ between ranks. The first rank's are written, and the report says so.
         whole = [
             *buffers.values(),
             *(ShardedTensor(k, v, tuple(v.shape), None, None) for k, v in extras.items()),
@@ -123,7 +123,7 @@ def convert_live(
         report,
         source=type(model).__name__,
         skipped=[*report.skipped, *_skipped(model, differ, extras)],
-        verified=f"{count(len(replicas), 'tensor')} among the ranks" if replicas else "",
+        verified=f"{count(len(replicas), 'tensor')} compared between ranks" if replicas else "",
         seconds=time.perf_counter() - start,
     )
 
@@ -136,11 +136,13 @@ def _saved(
     target: Destination,
     ranks: Ranks,
 ) -> Generator[Callable[[], Listing], None, None]:
-    """Make a step beside the destination that holds the weights during the block; gives what lists
-    them, on the first rank. All ranks.
+    """Save the weights next to the destination for the time of the block. Collective.
+
+    Yields:
+        A function that lists the saved weights, for the first rank.
 
     Raises:
-        CheckpointError: a rank cannot write; on all ranks.
+        CheckpointError: a rank cannot write; raised on every rank.
     """
     folder = f"{target.folder}-weights"
 
@@ -166,24 +168,28 @@ def _saved(
 
 
 def _renamed(selection: Selection, listing: Listing, rename: Rename) -> Selection:
-    """Give the selection the names that the caller asked for, without those that become empty.
+    """Rename the selected tensors as `rename=` says, and leave out those whose names become empty.
 
     Raises:
-        LoadError: two tensors get one name, or none is left.
+        LoadError: two tensors get the same name, or no tensor is left.
     """
     owners = {name: name for name in selection.tensors} | selection.tied
     whole = listing.with_tensors({n: selection.tensors[owner] for n, owner in owners.items()})
     idle = idle_renames(rename, whole, whole, owners)
     new_name = renamer(rename)
     names = {name: new for name in owners if (new := new_name(name))}
-    first: dict[str, str] = {}  # an owner that is left out is written under the name of its tie
+    first: dict[
+        str, str
+    ] = {}  # an owner that is left out is written under the name of a tied tensor
     for name, new in names.items():
         first.setdefault(owners[name], new)
     twice = [name for name, number in Counter(names.values()).items() if number > 1]
     if twice:
-        raise LoadError(f"rename= gives two tensors of the model the name {twice[0]}: rename one")
+        raise LoadError(
+            f"rename= maps two tensors of the model to the name {twice[0]}. Rename one of them"
+        )
     if not names:
-        raise LoadError("rename= leaves out every tensor of the model: keep one")
+        raise LoadError("rename= leaves out every tensor of the model. Keep at least one")
     renamed = {key: names[name] for key, name in selection.renamed.items() if name in names}
     known = {*selection.renamed.values()}
     renamed |= {name: new for name, new in names.items() if new != name and name not in known}
@@ -198,30 +204,30 @@ def _renamed(selection: Selection, listing: Listing, rename: Rename) -> Selectio
 
 
 def _joined(saved: Listing, extras: Mapping[str, torch.Tensor]) -> Listing:
-    """Join the tensors that the ranks have saved, and the first rank's extra state."""
+    """Join the saved tensors and the extra state of the first rank."""
     return join(saved.format, [saved, list_memory(extras)]) if extras else saved
 
 
 def _skipped(model: nn.Module, differ: Iterable[str], extras: Collection[str]) -> list[str]:
-    """Describe the parts of the model that the output lacks or that differ, with the reason."""
+    """Return texts about values that the output lacks, or that differ, with the reasons."""
     return [
-        *(f"{name}: differs between ranks; the first rank's was written" for name in differ),
+        *(f"{name}: differs between ranks; that of the first rank was written" for name in differ),
         *(
             f"{key}: extra state of a module, which is not a tensor"
             for key in extra_states(model)
             if key not in extras
         ),
-        *(f"{key}: made by a module's own code" for key in added_to_state_dict(model)),
+        *(f"{key}: added by custom code of a module" for key in added_to_state_dict(model)),
     ]
 
 
 def _agreed(
     dst: str | os.PathLike[str], checked: Callable[[], ConvertOptions], ranks: Ranks
 ) -> tuple[ConvertOptions, Destination]:
-    """Agree on the options and the destination. All ranks.
+    """Agree on the options and the destination. Collective.
 
     Raises:
-        ValueError, TypeError, LoadError: one rank's arguments are wrong, or differ; on all ranks.
+        ValueError, TypeError, LoadError: arguments are wrong or differ; raised on every rank.
     """
     answers: list[tuple[ConvertOptions, Destination]] = []
     arguments: dict[str, object] = {}  # filled by `check`, which runs before they are compared
@@ -230,7 +236,7 @@ def _agreed(
         options = checked()
         arguments["dst"] = os.fspath(dst)
         arguments.update((name, getattr(options, name)) for name in options.__dataclass_fields__)
-        arguments["layout"] = options.layout is not None  # ranks may give different layouts
+        arguments["layout"] = options.layout is not None  # ranks may pass different layouts
         target = destination(dst, [], options.is_file(dst), options.overwrite)
         answers.append((options, target))
 
@@ -241,10 +247,10 @@ def _agreed(
 def _find_written(
     model: nn.Module, options: ConvertOptions, ranks: Ranks
 ) -> tuple[list[ModelTensor], dict[str, torch.Tensor]]:
-    """The model's tensors, plain ones as parts of their wholes, and extra state that is a tensor.
+    """Return the tensors to write, and extra state that is a tensor.
 
     Raises:
-        LoadError: a tensor cannot be written as it is, or is not a part as `layout=` says.
+        LoadError: a tensor cannot be written as it is, or does not match `layout=`.
     """
     tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
@@ -254,19 +260,21 @@ def _find_written(
     on_meta = [tensor.name for tensor in tensors if tensor.is_meta]
     if adapters:
         raise LoadError(
-            f"{adapters[0]}: belongs to an adapter: merge it into the model first "
+            f"{adapters[0]}: belongs to an adapter. First merge it into the model "
             "(merge_and_unload, anyrank.integrations.peft.merge), or save the adapter with PEFT"
         )
     if on_meta:
-        raise LoadError(f"{on_meta[0]}: is on meta, so there is nothing to write: load first")
+        raise LoadError(
+            f"{on_meta[0]}: is on the meta device, so it has no values. First load the model"
+        )
     if changed := changed_in_state_dict(model):
         raise LoadError(
-            f"{changed[0]}: its module's own code changes it in state_dict(), as {len(changed)} "
-            "tensors of this model, and convert writes them as they are: convert what "
-            "torch.save(model.state_dict()) wrote"
+            f"{changed[0]}: custom code of its module changes it in state_dict() "
+            f"({count(len(changed), 'tensor')} of this model), but convert writes tensors "
+            "unchanged. Convert the file of torch.save(model.state_dict()) instead"
         )
     if not tensors:
-        raise LoadError("the model has no parameters and no buffers: give one to write")
+        raise LoadError("the model has no parameters or buffers to write")
     extras = {
         key: value.detach()
         for key, value in extra_states(model).items()

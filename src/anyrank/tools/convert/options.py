@@ -1,4 +1,4 @@
-"""The options of `convert`: checked before anything is read."""
+"""The options of `convert`, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyrank.models.dialects.layouts.given import GivenLayout, check_layout
 from anyrank.sources.endings import format_of
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
-from anyrank.wording import FLOATS
+from anyrank.wording import FLOATS, alternatives
 
 OUTPUT_FORMATS = ("safetensors", "dcp", "torch")
 SHARD_BYTES = 5_000_000_000
@@ -20,11 +20,11 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """The options that the caller of `convert` gave; documented there.
+    """The options of `convert`, where they are documented.
 
     Raises:
-        ValueError: an unknown format or dtype, a size that is not positive, an invalid regex.
-        TypeError: an option of another type.
+        ValueError: the format or dtype is unknown, the size is not positive, or a regex is invalid.
+        TypeError: an option has the wrong type.
     """
 
     to: str
@@ -38,7 +38,9 @@ class ConvertOptions:
         check_choice("to", self.to, OUTPUT_FORMATS)
         if self.shard_bytes is not None:
             if self.to != "safetensors":
-                raise ValueError(f"shard_bytes= is for to='safetensors', not {self.to!r}")
+                raise ValueError(
+                    f"shard_bytes= is only for to='safetensors', and to={self.to!r}. Remove it"
+                )
             check_int("shard_bytes", self.shard_bytes, 1)
         check_bool(overwrite=self.overwrite)
         renamer(self.rename)
@@ -47,20 +49,21 @@ class ConvertOptions:
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """The dtype of floating tensors in the output; None if they keep theirs.
+        """Dtype of floating-point tensors in the output; None if they keep theirs.
 
         Raises:
-            ValueError, TypeError: `dtype` does not name one.
+            ValueError, TypeError: `dtype` is not a floating-point dtype, or its name.
         """
         if self.dtype is None:
             return None
         if not isinstance(self.dtype, (str, torch.dtype)):
-            raise TypeError(f"dtype={self.dtype!r}: give a torch.dtype or its name")
+            kind = type(self.dtype).__name__
+            raise TypeError(f"dtype={self.dtype!r}: expected a torch.dtype or its name, got {kind}")
         name = FLOATS.get(str(self.dtype).removeprefix("torch."))
         if name is None:
-            names = ", ".join(FLOATS)
+            names = alternatives([*FLOATS])
             raise ValueError(
-                f"dtype={self.dtype!r}: give one of {names}; other tensors keep their dtype"
+                f"dtype={self.dtype!r}: must be {names}, for floating-point tensors only"
             )
         return getattr(torch, name)
 
@@ -69,14 +72,18 @@ class ConvertOptions:
         return self.to == "torch" or format_of(os.fspath(dst)) == self.to
 
     def check_name(self, dst: str) -> None:
-        """Refuse a destination whose name is that of a file of another format.
+        """Check that the ending of the destination is not that of a different format.
 
         Raises:
-            ValueError: names both.
+            ValueError: names both formats.
         """
         named = format_of(dst) or self.to
         if named != self.to:
-            hint = f"to={named!r}, or another name" if named in OUTPUT_FORMATS else "another name"
+            hint = (
+                f"to={named!r}, or a different name"
+                if named in OUTPUT_FORMATS
+                else "a different name"
+            )
             raise ValueError(
-                f"dst={dst!r} is the name of a file of {named}, and to={self.to!r}: give {hint}"
+                f"dst={dst!r}: is the name of a {named} file, but to={self.to!r}. Pass {hint}"
             )

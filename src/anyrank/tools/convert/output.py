@@ -1,6 +1,6 @@
-"""A plan of files, byte by byte: the fixed bytes, and the place of each box of each tensor.
+"""A plan of files, byte by byte: the fixed bytes, and the position of each box of each tensor.
 
-Each format makes one of these; one writer fills them all.
+Each format makes such a plan, and one writer executes all plans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from anyrank.tensors.box import Box
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to be written, whole."""
+    """A whole tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class FileSpan:
 
     Attributes:
         tensor: the tensor.
-        box: whole rows of it, so that any part of the span is a box again.
+        box: whole rows of the tensor, so that any part of the span is a box too.
         start: byte offset in the file, a multiple of the element size.
     """
 
@@ -51,7 +51,7 @@ class FileSpan:
         return self.start + self.nbytes
 
     def cut(self, most_bytes: int) -> Iterator[FileSpan]:
-        """Consecutive spans of at most `most_bytes` (or one element)."""
+        """Yield consecutive spans of at most `most_bytes` (or one element)."""
         position = self.start
         for box in self.box.cut(most_bytes // self.tensor.dtype.itemsize):
             part = FileSpan(self.tensor, box, position)
@@ -61,13 +61,13 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file.
+    """One file of a conversion.
 
     Attributes:
-        name: name in the output's folder.
-        size: bytes.
-        fixed: offset and bytes of everything that is known already: headers, directories, padding.
-        spans: the rest, in order. Together they cover every byte of the file once.
+        name: name in the folder of the output.
+        size: size in bytes.
+        fixed: offsets and bytes of all that is already known: headers, directories, padding.
+        spans: the rest, in order. With `fixed`, they cover every byte of the file once.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Output:
     Attributes:
         files: the files with tensors.
         small: name -> bytes of indexes and configurations, which are written after the files.
-        has_sums: whether the checksums of each file's blocks are written beside it.
+        has_sums: whether the checksums of the blocks of each file are written next to it.
     """
 
     files: tuple[OutputFile, ...]
@@ -92,7 +92,7 @@ class Output:
 
     @property
     def names(self) -> list[str]:
-        """The names of all files."""
+        """Names of all files."""
         sums = [sums_name(file.name) for file in self.files] if self.has_sums else []
         return [*(file.name for file in self.files), *sums, *self.small]
 
@@ -102,7 +102,7 @@ class Output:
 
 
 def shards_of(tensors: Sequence[OutputTensor], most_bytes: int | None) -> list[list[OutputTensor]]:
-    """Tensors in order, in groups of at most `most_bytes`; a larger tensor is its own group."""
+    """Group tensors, in order, by at most `most_bytes`; a larger tensor is its own group."""
     groups: list[list[OutputTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Plans the files of each output format, byte by byte."""
+"""Plan the files of each output format, byte by byte."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def plan_safetensors(
     """Plan one file, with its tensors sorted by element size so that each is aligned.
 
     Args:
-        name: its name.
-        tensors: its tensors.
+        name: name of the file.
+        tensors: tensors of the file.
         tied: name -> the name whose bytes it shares, in this file or another one.
         metadata: free text.
 
     Raises:
-        LoadError: a dtype or a name that the format does not have, or too many names.
+        LoadError: the format does not have a dtype or allow a name, or the header is too long.
     """
     for tensor in tensors:
         if tensor.dtype not in CODES or tensor.name == RESERVED:
             raise LoadError(
-                f"{tensor.name}: is the name of the header's own table in safetensors, and so "
-                "of no tensor: give rename= or another to="
+                f"{tensor.name}: safetensors reserves this name, so a tensor cannot have it. Pass "
+                "rename= or a different to="
                 if tensor.name == RESERVED
-                else f"{tensor.name}: is {tensor.dtype}, which safetensors does not have: give "
-                "another to="
+                else f"{tensor.name}: safetensors does not support {tensor.dtype}. Pass a "
+                "different to="
             )
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, object] = {
@@ -60,7 +60,7 @@ def plan_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
     if len(text) > MAX_HEADER_BYTES:
-        raise LoadError(f"{name}: a header of {len(text)} bytes is too long: give shard_bytes=")
+        raise LoadError(f"{name}: a header of {len(text)} bytes is too long. Pass shard_bytes=")
     head = len(text).to_bytes(8, "little") + text
     spans: list[FileSpan] = []
     start = len(head)
@@ -77,7 +77,7 @@ def plan_safetensors_folder(
     shard_bytes: int,
     stem: str,
 ) -> Output:
-    """A Hugging Face folder: one file, or shards of at most `shard_bytes` and their index.
+    """Plan a Hugging Face folder: one file, or shards of at most `shard_bytes` and their index.
 
     Raises:
         LoadError: as for `plan_safetensors`.
@@ -100,7 +100,7 @@ def plan_safetensors_folder(
 def plan_torch_file(
     name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str], quantization: str = ""
 ) -> Output:
-    """One file with a dict of tensors; tied names share a storage. JSON is kept beside them."""
+    """Plan a file with a dict of tensors, and JSON in the archive; tied names share a storage."""
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
     by_name = {tensor.name: tensor for tensor in tensors}
     opcodes = bytearray(b"\x80\x02}(")
@@ -117,7 +117,7 @@ def plan_torch_file(
 
 
 def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
-    """A DCP folder of a flat dict of tensors; tied names point at the same bytes."""
+    """Plan a DCP folder of a flat dict of tensors; tied names refer to the same bytes."""
     fixed: list[tuple[int, bytes]] = []
     spans: list[FileSpan] = []
     pieces: list[DcpPiece] = []

@@ -12,23 +12,24 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """The files that `convert` wrote. Printable as one screen.
+    """The result of `convert`: the files that it wrote. `print` it for a summary.
 
     Attributes:
-        source: as given; for a run, the step that was read; for a live model, its class.
+        source: the source, as passed; for a run, the step that was read; for a live model, its
+            class.
         path: path of the result.
-        replaced: the new path of a former destination; empty if there was none.
+        replaced: new path of a destination that existed; "" if none did.
         format: format of the result: "safetensors", "dcp" or "torch".
         files: names of the files, including those copied from the source.
-        tensors: number of written tensors, ties counted once.
+        tensors: number of written tensors; tied ones count once.
         nbytes: size of the files.
         tied: name -> the name whose bytes it shares; it is not written a second time.
         cast: name -> "float32 -> bfloat16".
-        renamed: key of the source -> name, if they differ.
-        copied: files that were copied from the source's folder.
-        skipped: parts of the source that were not written, and entries of `rename=` that match no
-            key, with the reason.
-        verified: the comparisons made with the source, in words.
+        renamed: key of the source -> name, where they differ.
+        copied: files that were copied from the folder of the source.
+        skipped: keys of the source that were not written, and entries of `rename=` that match no
+            key, with the reasons.
+        verified: a text about what was verified.
         seconds: total duration.
     """
 
@@ -48,7 +49,7 @@ class ConvertReport:
     seconds: float
 
     def to_json(self) -> str:
-        """All fields, as a JSON object."""
+        """Return all fields as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -56,7 +57,10 @@ class ConvertReport:
         tensors = count(self.tensors, "tensor")
         lines = [f"{self.path}: {self.format}, {tensors}, {size}, from {self.source}"]
         groups: list[tuple[str, list[str]]] = [
-            ("replaced", [f"the old result is {self.replaced} now"] if self.replaced else []),
+            (
+                "replaced",
+                [f"the old result was renamed to {self.replaced}"] if self.replaced else [],
+            ),
             ("tied", [f"{name} = {kept}" for name, kept in self.tied.items()]),
             ("cast", [f"{name}: {change}" for name, change in self.cast.items()]),
             ("renamed", [f"{key} -> {name}" for key, name in self.renamed.items()]),

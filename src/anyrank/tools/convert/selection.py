@@ -1,4 +1,4 @@
-"""Selects the tensors of a source to write, their names, and which of them are one tensor."""
+"""Select the tensors of a source to write, with their names and ties."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Selection:
     Attributes:
         tensors: name -> stored tensor, in order.
         tied: name -> the name of the tensor that it is tied to.
-        renamed: key of the source -> name, if they differ.
-        skipped: everything that is not written, or not renamed, with the reason.
+        renamed: key of the source -> name, where they differ.
+        skipped: texts about keys that are not written or renamed, with the reasons.
         left_out: names in the source that `rename=` leaves out.
     """
 
@@ -40,14 +40,14 @@ class Selection:
 
 
 def select(listing: Listing, rename: Rename) -> Selection:
-    """Select the weights of a source, by the names of the plain module.
+    """Select the weights of a source, under the names of the plain module.
 
     Args:
         listing: the source.
         rename: as for `convert`.
 
     Raises:
-        LoadError: two keys get one name, there are no weights, or one is not a dense tensor; or as
+        LoadError: two keys get the same name, no weights exist, or one is not a dense tensor; or as
             for `idle_renames`.
     """
     source, new_name = listing, renamer(rename)
@@ -59,7 +59,7 @@ def select(listing: Listing, rename: Rename) -> Selection:
         listing = take_tables(listing, parts.weights, parts.others)
     else:
         listing, prefix = named, ""
-    # If one table is known to hold the weights, a name is that within the table.
+    # If one table is known to hold the weights, names are relative to the table.
     keys = {key: key.removeprefix(prefix) for key in listing.tensors}
     chosen = listing.with_tensors({name: listing.tensors[key] for key, name in keys.items()})
     idle = idle_renames(rename, source, chosen, chosen.tensors, tables)
@@ -72,24 +72,24 @@ def select(listing: Listing, rename: Rename) -> Selection:
     owner: dict[str, str] = {}
     for key, name in names.items():
         if name in owner:
-            raise LoadError(f"both {owner[name]} and {key} of the source become {name}: rename one")
+            raise LoadError(
+                f"both {owner[name]} and {key} of the source become {name}. Rename one of them"
+            )
         if not name:
             where = listing.files[0].path if listing.files else "the source"
-            what = (
-                f"{key}: has only names of wrappers in it" if key else "one tensor without a name"
-            )
-            raise LoadError(f"{where}: {what}: give it a name, in a dict or by rename=")
+            what = f"the key {key} has only wrapper prefixes" if key else "a tensor has no name"
+            raise LoadError(f"{where}: {what}. Name it in a dict, or pass rename=")
         owner[name] = key
         tensors[name] = listing.tensors[key]
     for key, what in listing.unreadable.items():
         name = key.removeprefix(prefix)
         if new_name(name):
             raise LoadError(
-                f"{key}: is {what}; then convert, or leave it out by rename={ {name: ''}!r}"
+                f"{key}: is {what}; then convert, or leave it out with rename={ {name: ''}!r}"
             )
     if not tensors:
         raise LoadError(
-            "the source holds no weights to convert: `anyrank inspect` shows what it holds"
+            "the source has no weights to convert. `anyrank inspect` shows its contents"
         )
     tied = ties_of(tensors)
     kept = {name: stored for name, stored in tensors.items() if name not in tied}
@@ -101,22 +101,22 @@ def select(listing: Listing, rename: Rename) -> Selection:
 
 
 def _plain(name: str) -> str:
-    """A name without the parts that wrappers add."""
+    """Return a name without the prefixes of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def outputs_of(
     listing: Listing, selection: Selection, dtype: torch.dtype | None
 ) -> list[OutputTensor]:
-    """The tensors to write: floating ones in `dtype`, if it is given; others keep theirs.
+    """Return the tensors to write, floating-point ones in `dtype` if it is not None.
 
     Raises:
-        LoadError: a cast would take 8-bit values for weights, without their scales, or would round
-            the scales of integers, which vanish in float16.
+        LoadError: a cast would use 8-bit values as weights without their scales, or would round the
+            scales of integers, which vanish in float16.
     """
     cast = [] if dtype is None else [*selection.tensors.values()]
     floating = [stored for stored in cast if stored.dtype.is_floating_point]
-    # A mask of uint8 is not scaled, even if its module has a parameter of such a name.
+    # A uint8 mask is not scaled, even if its module has a parameter with the name of a scale.
     scaled = {*filter(is_packed, scales_of(listing.tensors.values()).values())}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
     problems = without_scales(listing, [*floating, *integers], None, selection.left_out)
@@ -126,7 +126,9 @@ def outputs_of(
         )
     packed = [stored.name for stored in floating if stored.dtype == PACKED != dtype]
     if packed:
-        raise LoadError(f"{packed[0]}: is {PACKED}, two numbers in a byte: convert without dtype=")
+        raise LoadError(
+            f"{packed[0]}: is {PACKED}, with two values per byte, and cannot be cast. Remove dtype="
+        )
     return [
         OutputTensor(
             name,

@@ -1,4 +1,4 @@
-"""Converts a source at rest into files: selects its tensors, plans the files, and writes them."""
+"""Convert a source on disk or in memory: select its tensors, plan the files, and write them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STEMS = ("diffusion_pytorch_model",)
 def convert_stored(
     src: Source, dst: str | os.PathLike[str], options: ConvertOptions, model: nn.Module | None
 ) -> ConvertReport:
-    """Convert anything but a model, as `convert` does."""
+    """Convert anything but a live model, as `convert` does."""
     start = time.perf_counter()
     target = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
     listing = list_source(src)
@@ -82,18 +82,18 @@ def convert_listing(
         selection: the tensors to write, by their names in the output.
         target: the destination.
         options: the options of the conversion.
-        small: name -> bytes of files that go beside the weights.
+        small: name -> bytes of files next to the weights.
 
     Returns:
-        The report, which its caller completes.
+        The report, which the caller completes.
 
     Raises:
         LoadError: the source cannot be read, or the format cannot hold a tensor.
-        CheckpointError: the destination cannot be written; bytes of a run are damaged.
+        CheckpointError: the destination cannot be written, or the run is corrupt.
     """
     tensors = outputs_of(listing, selection, options.cast_dtype)
     stem = _stem(listing, selection)
-    # Cast weights are dequantized; others still need the size of their blocks.
+    # Cast weights are dequantized. Others still need the block size in the configuration.
     kept = {} if options.cast_dtype is not None else listing.quantization
     output = _plan(target, tensors, selection.tied, options, listing.metadata, stem, kept)
     output = replace(output, small={**(small or {}), **output.small})
@@ -126,28 +126,28 @@ def convert_listing(
 
 
 def _verified(listing: Listing) -> str:
-    """Describe what is verified during reading: files of a run against the checksums of blocks."""
+    """Return a text about what is verified while reading: only a run has checksums of blocks."""
     if listing.sums:
-        return f"xxh3-64 of {count(len(listing.sums), 'file')} of the source"
+        return f"xxh3-64 checksums of {count(len(listing.sums), 'file')} of the source"
     in_memory = any(info.in_memory for info in listing.files)
-    return "" if in_memory else "not the bytes of the source: anyrank.verify does"
+    return "" if in_memory else "only headers; use anyrank.verify to verify all bytes"
 
 
 def _selected(listing: Listing, options: ConvertOptions, model: nn.Module | None) -> Selection:
-    """Select the tensors to write, by their names in the output."""
+    """Select the tensors to write, under their names in the output."""
     selection = select(listing, options.rename)
     unmerged = [name for name in selection.tensors if is_own_factor(name)]
     if len({is_of_adapter(name) for name in selection.tensors}) > 1:
         raise LoadError(
-            "the source is a base with an adapter: give one of them, or merge in a model "
-            "(anyrank.integrations.peft.merge, or PEFT's merge_and_unload) and convert that"
+            "the source has a base and an adapter. Pass one of them; or merge the adapter in a "
+            "model (anyrank.integrations.peft.merge, or PEFT's merge_and_unload), and convert that"
         )
     if unmerged and options.to == "safetensors":
         raise LoadError(
-            f"{unmerged[0]}: belongs to an adapter that is still in its model, and who opens a "
-            "folder with it would get the base alone: merge it in the model "
-            "(anyrank.integrations.peft.merge), or save the adapter by itself "
-            "(anyrank.integrations.peft.save); to='torch' or 'dcp' keeps all as it is"
+            f"{unmerged[0]}: belongs to an adapter that is not merged, so a reader of the folder "
+            "would get only the base model. Merge it into the model "
+            "(anyrank.integrations.peft.merge); or save only the adapter "
+            "(anyrank.integrations.peft.save); or pass to='torch' or 'dcp', which keep all tensors"
         )
     return selection if model is None else as_files(selection, listing, model)
 
@@ -159,19 +159,19 @@ def _paths(src: Source) -> list[str]:
 
 
 def _name_of(src: Source, listing: Listing) -> str:
-    """The source as it was given; for a run, the step that was read."""
+    """Return the source as it was passed; for a run, the step that was read."""
     if isinstance(src, (str, os.PathLike)) and listing.format == FORMAT and listing.files:
         return listing.files[0].path.rpartition("/")[0]
     return ", ".join(_paths(src)) or "memory"
 
 
 def _base_of(src: Source) -> Source:
-    """The folder from which configuration and tokenizer are copied: the only one, or the first."""
+    """Return the only or first folder, from which configuration and tokenizer are copied."""
     return src if isinstance(src, (Mapping, str, os.PathLike)) else next(iter(src))
 
 
 def _stem(listing: Listing, selection: Selection) -> str:
-    """The beginning of the files' names, by which other tools find them."""
+    """Return the start of the file names, by which other tools find them."""
     if all(map(is_of_adapter, selection.tensors)):
         return "adapter_model"
     names = [file.path.rsplit("/", 1)[-1] for file in listing.files]
@@ -181,14 +181,14 @@ def _stem(listing: Listing, selection: Selection) -> str:
 def _write(
     target: Destination, output: Output, content: StoredContent, check_source: Callable[[], None]
 ) -> str:
-    """Write and commit; leave nothing if that fails, or if the source changed meanwhile.
+    """Write and commit; leave no files if that fails, or if the source has changed meanwhile.
 
     Returns:
         The result of `Destination.commit`.
 
     Raises:
-        LoadError: the source cannot be read.
-        CheckpointError: the destination cannot be written; bytes of a run are damaged.
+        LoadError: the source cannot be read, or has changed.
+        CheckpointError: the destination cannot be written, or the run is corrupt.
     """
     try:
         target.prepare(output.nbytes)
@@ -223,10 +223,10 @@ def _plan(
         target: the destination.
         tensors: the tensors to write.
         tied: name -> the name whose bytes it shares.
-        options: the format, and the size of its files.
+        options: the format, and the maximum size of its files.
         metadata: free text for safetensors.
-        stem: the beginning of the names of safetensors files.
-        quantization: the source's `quantization_config`, which the files keep.
+        stem: the start of the names of safetensors files.
+        quantization: the `quantization_config` of the source, which the files keep.
 
     Raises:
         LoadError: the format cannot hold a tensor.

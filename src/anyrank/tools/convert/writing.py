@@ -1,4 +1,4 @@
-"""Fills an output's files and makes them durable."""
+"""Write the files of an output, durably."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from anyrank.files.storage import LocalStorage, join_path, storing
 from anyrank.tools.convert.content import StoredContent
 from anyrank.tools.convert.output import FileSpan, OutputFile
 
-WINDOW_BYTES = 1 << 20  # filled, hashed and written while it is in a processor's cache
-ALIGNMENT = 16  # bytes, a multiple of any element's
+WINDOW_BYTES = 1 << 20  # filled, hashed and written while in the processor's cache
+ALIGNMENT = 16  # bytes, a multiple of any element size
 THREADS = 2
 
 
@@ -29,8 +29,8 @@ class _Window:
 
     Attributes:
         start, stop: byte offsets in the file.
-        fixed: offsets and bytes of everything that is known already.
-        spans: the spans that fill the rest.
+        fixed: offsets and bytes of all that is already known.
+        spans: the spans of the rest.
     """
 
     start: int
@@ -51,8 +51,8 @@ def write(
     Args:
         folder: an existing local folder.
         file: the plan of its bytes.
-        content: fills the spans.
-        progress: counts the bytes that are written.
+        content: reads the values of the spans.
+        progress: counts the written bytes.
         digester: receives all bytes.
 
     Raises:
@@ -77,7 +77,7 @@ def write(
 
 
 def _filled(file: OutputFile, content: StoredContent) -> Iterator[memoryview]:
-    """The bytes of a file from start to end, filled by a few threads ahead of the consumer."""
+    """Yield the bytes of a file from start to end; a few threads fill them in advance."""
     size = WINDOW_BYTES + ALIGNMENT
     free = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(THREADS + 1)]
     coming: deque[tuple[torch.Tensor, Future[memoryview]]] = deque()
@@ -93,8 +93,10 @@ def _filled(file: OutputFile, content: StoredContent) -> Iterator[memoryview]:
 
 
 def _fill(window: _Window, memory: torch.Tensor, content: StoredContent) -> memoryview:
-    """The window's bytes, in memory that outlives them."""
-    base = window.start - window.start % ALIGNMENT  # elements are aligned in it as in the file
+    """Fill a window, and return its bytes as a view of the memory."""
+    base = (
+        window.start - window.start % ALIGNMENT
+    )  # so that elements have the alignment that they have in the file
     data = memory_of(memory)
     for start, known in window.fixed:
         data[start - base :][: len(known)] = known
@@ -107,7 +109,7 @@ def _fill(window: _Window, memory: torch.Tensor, content: StoredContent) -> memo
 
 
 def _windows_of(file: OutputFile) -> Iterator[_Window]:
-    """The windows of a file from start to end, which its parts cover."""
+    """Yield the windows of a file from start to end."""
     fixed = (
         (start + low, data[low : low + WINDOW_BYTES])
         for start, data in sorted(file.fixed)

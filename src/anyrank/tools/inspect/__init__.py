@@ -1,1 +1,1 @@
-"""`inspect`, `verify` and `diff`: list a checkpoint, check that it is whole, compare two."""
+"""`inspect`, `verify` and `diff`: list a checkpoint, check it, compare two."""

@@ -1,4 +1,4 @@
-"""`anyrank.diff`: compares two sources by names, shapes, dtypes and values."""
+"""`anyrank.diff`: compare two sources by names, shapes, dtypes and values."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from anyrank.wording import count, rows
 IN_PART = re.compile(r"@\d{5}$")  # ending of the names of tensors in the state of a part
 SHOWN = 10
 LONGEST = 60  # characters of a value
-BEFORE = 10  # of them shown before the place where two values begin to differ
+BEFORE = 10  # characters shown before the first difference of two values
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The differences between two tensors' values.
+    """The difference between the values of two tensors.
 
     Attributes:
-        largest: absolute difference; NaN if only one of two values is a number.
-        elements: number of differing elements.
-        of: number of elements.
+        largest: largest absolute difference; NaN if exactly one of two values is NaN.
+        elements: number of elements that differ.
+        of: total number of elements.
     """
 
     largest: float
@@ -56,41 +56,41 @@ class Difference:
     of: int
 
     def __str__(self) -> str:
-        return f"{self.elements:,} of {self.of:,} values, by {self.largest:.3g} at most"
+        return f"{self.elements:,} of {self.of:,} values differ, by at most {self.largest:.3g}"
 
 
 @dataclass(frozen=True)
 class DiffReport:
-    """The result of `diff`. Printable as one screen; true if nothing differs.
+    """The result of `diff`. `print` it for a summary; it is true if nothing differs.
 
-    Two runs need not have saved the same steps: they are equal if they have some in common, and
-    these are equal.
+    Two runs need not have saved the same steps. They are equal if they have common steps, and all
+    of these are equal.
 
     Attributes:
-        a, b: the sources, as given; for runs, the folders of the step.
+        a, b: the sources, as passed; for runs, the folders of the step.
         equal: number of tensors with the same bits under the same name.
-        only_a, only_b: names that only one of them has; for steps, also parts.
-        tied: names that only one of them has, which are no difference -> the tensor that both have,
-            whose bytes it shares there.
+        only_a, only_b: names that only one of the two has; for steps, also parts.
+        tied: names that only one of the two has, but that are not a difference -> the tensor in
+            both whose bytes the name shares.
         shapes: name -> both shapes.
         dtypes: name -> both dtypes; the values are compared too.
-        values: name -> how they differ, the largest difference first.
-        numbers: for two steps, all differences other than in tensors and data: options of an
-            optimizer's groups, values in the state of a scheduler or of a part of your own, the
-            epoch -> both values; "absent" for none.
+        values: name -> the difference, the largest one first.
+        numbers: for two steps, all differences except for tensors and data, such as options of
+            optimizer groups, values in the state of schedulers or your own parts, and the epoch ->
+            both values; "absent" for a missing one.
         data: for two steps, the differences between the states of their ElasticLoaders -> both
             values.
-        step: for two runs, the first common step in which they differ, which the fields above
-            describe; None if there is none.
-        newest: for two runs, the newest step that both have; None if there is none.
-        parts: for two runs, part of the state -> whether it is equal in the newest common step,
-            however they got there. For two steps, whether it is equal.
+        step: for two runs, the first common step that differs, which the fields above describe;
+            None if no step differs.
+        newest: for two runs, the newest common step; None if no step is common.
+        parts: for two runs, part of the state -> whether it is equal in the newest common step; for
+            two steps, part -> whether it is equal.
         steps_equal: for two runs, the steps that are equal.
-        steps_only: for two runs, the steps that only one of them has, which are not compared.
-        unreadable: tensors that were not compared, because they are not dense -> what they are;
-            such sources are not equal.
-        not_compared: parts that only one of the sources has (a flat file has no optimizer and no
-            averages) -> how many tensors; then only the weights are equal.
+        steps_only: for two runs, the steps that only one of the two has; they are not compared.
+        unreadable: tensors that were not compared because they are not dense -> what they are. Such
+            sources are not equal.
+        not_compared: parts that only one of the two has (a flat file has no optimizer or averages)
+            -> number of tensors. In this case, only the weights are compared.
     """
 
     a: str
@@ -120,7 +120,7 @@ class DiffReport:
         return not (names or self.shapes or self.dtypes or self.values or others)
 
     def to_json(self) -> str:
-        """All fields, as a JSON object; a NaN is null."""
+        """Return all fields as a JSON object; a NaN becomes null."""
         fields = asdict(self)
         for difference in fields["values"].values():
             if not math.isfinite(difference["largest"]):
@@ -130,11 +130,14 @@ class DiffReport:
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._verdict()}"]
         if self.step is not None:
-            lines.append(f"  step {self.step} is the first that differs")
+            lines.append(f"  first difference at step {self.step}")
         groups: list[tuple[str, list[str]]] = [
             ("only in", [f"{self.a}: {name}" for name in self.only_a]),
             ("only in", [f"{self.b}: {name}" for name in self.only_b]),
-            ("tied", [f"{name} = {kept}, in one of them" for name, kept in self.tied.items()]),
+            (
+                "tied",
+                [f"{name} = {kept}, only in one of the two" for name, kept in self.tied.items()],
+            ),
             ("shape", [f"{n}: {list(x)} and {list(y)}" for n, (x, y) in self.shapes.items()]),
             ("dtype", [f"{n}: {x} and {y}" for n, (x, y) in self.dtypes.items()]),
             ("values", [f"{name}: {value}" for name, value in self.values.items()]),
@@ -148,11 +151,11 @@ class DiffReport:
                 "beside",
                 [f"{n}: {count(k, 'tensor')}, not compared" for n, k in self.not_compared.items()],
             ),
-            ("steps", [f"{step} is in one of them only" for step in self.steps_only]),
+            ("steps", [f"{step}: only in one of the two" for step in self.steps_only]),
         ]
         lines += rows(groups, 10, SHOWN)
         if self.newest is not None and not self:
-            lines.append(f"  step {self.newest}, the newest that both have, by part:")
+            lines.append(f"  newest common step ({self.newest}), by part:")
             lines += rows(
                 [
                     ("equal", [part for part, same in self.parts.items() if same]),
@@ -176,13 +179,13 @@ class DiffReport:
 
 
 def _data_in_words(data: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """The differences between the data of two steps, a line each."""
+    """Return a line for each difference between the data of two steps."""
     lines = [f"{name}: {x} and {y}" for name, (x, y) in data.items() if name != "receipt"]
-    return ["other samples were seen in this epoch", *lines] if "receipt" in data else lines
+    return ["different samples were seen in this epoch", *lines] if "receipt" in data else lines
 
 
 def _both_shown(x: Any, y: Any) -> str:
-    """Two differing values; long ones from the place where they begin to differ."""
+    """Return the texts of two different values; long ones start near their first difference."""
     texts = str(x), str(y)
     pairs = enumerate(zip(*texts, strict=False))
     start = next((n for n, (p, q) in pairs if p != q), min(map(len, texts))) - BEFORE
@@ -198,17 +201,18 @@ def _shown(text: str, start: int) -> str:
 def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffReport:
     """Compare two sources of any formats, tensor by tensor, a few MiB at a time.
 
-    Two runs are compared step by step, with all tensors and plain values of all their parts; the
+    Two runs are compared step by step, with all tensors and plain values of all their parts. The
     report describes the first step that differs, and says for each part whether it is equal in the
-    newest step that both have. Not compared are values that differ between equal runs (id, time,
-    rank counts, layouts, versions), the random generators, and a part that each rank saved for
-    itself if the rank counts differ. For two folders of other tools (the Trainer's, Accelerate's,
-    DeepSpeed's) the weights and the tensors of the optimizers are compared; for two checkpoints of
-    one other format (`.pt`, Lightning, DCP) the tensors of all their tables. For other pairs, such
-    as a run and the output of `convert`, the weights are compared, and the report names everything
-    beside them.
+    newest common step. Values that may differ between equal runs (id, time, rank counts, layouts,
+    versions) and random generators are not compared; if the rank counts differ, neither is a part
+    that each rank saved for itself.
 
-    Called by one process.
+    For two folders of other tools (Trainer, Accelerate, DeepSpeed), the weights and the tensors of
+    optimizers are compared. For two checkpoints of one other format (`.pt`, Lightning, DCP), the
+    tensors of all their tables are compared. For any other pair, such as a run and the output of
+    `convert`, the weights are compared, and the report names everything else.
+
+    Any process may call it; does not communicate.
 
     Example::
 
@@ -220,17 +224,18 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
     Args:
         a, b: paths or URLs, lists of files, or dicts of tensors; as for `load`.
-        ignore: patterns, like those for file names, for everything to leave out: a part of the
-            state ("timer"), or names as in the report (`"*.bias"`, `"scheduler.step_size"`), with
-            all below them.
+        ignore: a pattern or a list of patterns, with the wildcards of file names, for what to
+            ignore: a part of the state ("timer"), or names as in the report (`"*.bias"`,
+            `"scheduler.step_size"`), with all names below them.
 
     Returns:
         The report, which is true if nothing differs.
 
     Raises:
-        LoadError, UnsafeFile: a source that cannot be read.
-        CheckpointError: a folder of another tool that is not whole.
-        TypeError: neither path, list of paths nor dict of tensors; `ignore` is not text.
+        LoadError, UnsafeFile: a source cannot be read.
+        CheckpointError: the folder of another tool is incomplete.
+        TypeError: a source is not a path, a list of paths or a dict of tensors; or `ignore` is not
+            a str or a list of str.
     """
     check_source(a)
     check_source(b)
@@ -242,7 +247,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     if is_tool_folder(a) and is_tool_folder(b):
         in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
     in_a, in_b, beside = alike(in_a, in_b)
-    # The same numbers and scales are other weights in other blocks.
+    # With different block sizes, the same numbers and scales are different weights.
     sizes = [q[BLOCK_SIZE] for q in (in_a.quantization, in_b.quantization) if BLOCK_SIZE in q]
     is_other = len(sizes) == 2 and sizes[0] != sizes[1]
     wide_a = dequantized(in_a, {} if is_other else _dtypes(in_b))
@@ -253,10 +258,11 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
 
 
 def _ignored(ignore: object) -> Ignore:
-    """Make a function that tells whether a name, or a table around it, fits one of the patterns."""
+    """Return a function that says whether a name or a table above it matches a pattern."""
     patterns: Any = [ignore] if isinstance(ignore, str) else ignore
     if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
-        raise TypeError(f"ignore={ignore!r}: give a pattern or a list of patterns")
+        found = type(ignore).__name__
+        raise TypeError(f"ignore={ignore!r}: expected a pattern or a list of patterns, got {found}")
     with_inner = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
     return lambda name: any(fnmatchcase(_place_of(name), text) for text in with_inner)
 
@@ -266,7 +272,7 @@ def _dtypes(listing: Listing) -> dict[str, torch.dtype]:
 
 
 def _committed_steps(source: Source) -> dict[int, str] | None:
-    """Step -> folder for a run or a step; None for other sources."""
+    """Return step -> folder for a run or a step; None for any other source."""
     if not isinstance(source, (str, os.PathLike)):
         return None
     path = os.fspath(source)
@@ -306,7 +312,7 @@ def _diff_runs(
 
 
 def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
-    """Compare two steps: their tensors, and everything else in their parts."""
+    """Compare two steps: their tensors, and all plain values of their parts."""
     manifest_a, manifest_b = (read_manifest(storage_for(folder), folder) for folder in (a, b))
     in_a, indexes_a = open_step(storage_for(a), a, manifest_a)
     in_b, indexes_b = open_step(storage_for(b), b, manifest_b)
@@ -328,7 +334,7 @@ def _diff_steps(a: str, b: str, ignore: Ignore) -> DiffReport:
 
 
 def _differing_parts(report: DiffReport) -> set[str]:
-    """The parts of two steps that differ, by the beginnings of the differing names."""
+    """Return the parts of two steps that differ; a part is the start of a name."""
     by_name = (report.shapes, report.dtypes, report.values, report.numbers)
     names = {name for names in by_name for name in names}
     names |= {*report.only_a, *report.only_b}
@@ -336,7 +342,7 @@ def _differing_parts(report: DiffReport) -> set[str]:
 
 
 def _with_ranks(manifest: Manifest, indexes: Mapping[int, RankIndex]) -> Manifest:
-    """A manifest whose records have what each rank saved of a part for itself."""
+    """Return a manifest whose records include the parts that each rank saved for itself."""
     parts = {
         part: record | {"by_rank": [indexes[rank].parts.get(part) for rank in sorted(indexes)]}
         if isinstance(record, dict) and "by_rank" in record
@@ -347,7 +353,7 @@ def _with_ranks(manifest: Manifest, indexes: Mapping[int, RankIndex]) -> Manifes
 
 
 def _parts_of_ranks(a: Manifest, b: Manifest) -> set[str]:
-    """The parts that each rank saved for itself, if the rank counts differ."""
+    """Return the parts that each rank saved for itself, if the rank counts differ."""
     if a.saved_on["ranks"] == b.saved_on["ranks"]:
         return set()
     return {
@@ -359,7 +365,7 @@ def _parts_of_ranks(a: Manifest, b: Manifest) -> set[str]:
 
 
 def _place_of(name: str) -> str:
-    """A tensor's place in the state; for a part's own tensor, without its number."""
+    """Return the path of a tensor in the state, without the number of a part's own tensor."""
     return IN_PART.sub("", name)
 
 
@@ -416,9 +422,9 @@ def _diff(name_a: str, name_b: str, a: Listing, b: Listing, ignore: Ignore) -> D
 
 
 def _second_names(listing: Listing, other: Listing) -> dict[str, str]:
-    """The names that only this one of two sources has -> a name of the same bytes that both have.
+    """Return names that only this source has -> the name of the same bytes that both have.
 
-    One writer keeps one name of a tie, another one both: their tensors are the same.
+    One writer keeps one name of a tie, and another writer keeps both; the tensors are the same.
     """
     owners = ties_of(listing.tensors)
     common = {owners.get(name, name): name for name in listing.tensors if name in other.tensors}
@@ -435,7 +441,7 @@ def _size(largest: float) -> float:
 
 
 def _compare(a: StoredTensor, b: StoredTensor, in_a: Reader, in_b: Reader) -> Difference | None:
-    """Compare two tensors of one shape; None if no value differs."""
+    """Compare two tensors of the same shape; return None if no value differs."""
     largest, elements = 0.0, 0
     for box in boxes_of(a):
         x, y = in_a.read(a, box), in_b.read(b, box)
@@ -448,11 +454,14 @@ def _compare(a: StoredTensor, b: StoredTensor, in_a: Reader, in_b: Reader) -> Di
 
 
 def _difference(x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
-    """The largest absolute difference, and how many elements differ. Equal bits are equal."""
+    """Return the largest absolute difference and the number of elements that differ.
+
+    Equal bits are equal.
+    """
     same = x.dtype == y.dtype
     x, y = as_numbers(x).reshape(-1), as_numbers(y).reshape(-1)
     whole = not (x.is_floating_point() or x.is_complex() or y.is_floating_point() or y.is_complex())
-    if whole:  # as Python's integers, which do not overflow
+    if whole:  # as ints of Python, which do not overflow
         differ = (x.to(torch.int64) if x.dtype != y.dtype else x) != (
             y.to(torch.int64) if x.dtype != y.dtype else y
         )

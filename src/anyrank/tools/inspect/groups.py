@@ -1,4 +1,4 @@
-"""Shows tensors that differ in a layer's number as one line: `layers.{0..31}.up.weight x32`."""
+"""Show tensors that differ only in a layer number on one line: `layers.{0..31}.up.weight x32`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from anyrank.wording import in_units, printable, short_dtype
 
 SHOWN_RUNS = 6
-# A part of a name that is a number; not 007, which the number would not reproduce.
+# A part of a name that is a number, but not 007, because its number is written as 7.
 NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of one shape and dtype whose names differ in their first number only.
+    """Tensors of the same shape and dtype whose names differ only in their first number.
 
     Attributes:
-        name: all names in one, fit for a terminal; several numbers are in braces.
+        name: one name for all, safe for a terminal; several numbers are in braces.
         shape, dtype: shape and dtype of each tensor.
         count: number of tensors.
-        nbytes: size of all of them.
+        nbytes: total size in bytes.
     """
 
     name: str
@@ -37,7 +37,7 @@ class TensorGroup:
 
 
 def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[TensorGroup]:
-    """Group (name, shape, dtype, nbytes), in the order of names with numbers counted as numbers."""
+    """Group (name, shape, dtype, nbytes), and sort by name; numbers in names sort as numbers."""
     alike: dict[tuple[str, str, tuple[int, ...], str], list[tuple[str, int]]] = {}
     for name, shape, dtype, nbytes in tensors:
         number = NUMBER.search(name)
@@ -55,13 +55,13 @@ def group(tensors: Iterable[tuple[str, tuple[int, ...], str, int]]) -> list[Tens
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """The sort key of a name: a number, or -1 and a word, for each part."""
+    """Return the sort key of a name: a number, or -1 and a word, for each part."""
     parts = name.split(".")
     return [(int(part), "") if NUMBER.fullmatch(part) else (-1, part) for part in parts]
 
 
 def _runs(numbers: list[int]) -> str:
-    """Sorted numbers: "7", "{0..31}", "{0,2,4..7}"."""
+    """Return sorted numbers as text: "7", "{0..31}", "{0,2,4..7}"."""
     if len(numbers) < 2:
         return "".join(map(str, numbers))
     runs: list[list[int]] = []

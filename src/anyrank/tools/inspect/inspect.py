@@ -1,4 +1,4 @@
-"""`anyrank.inspect`: lists the contents of a source, from its headers alone."""
+"""`anyrank.inspect`: list the contents of a source; reads only headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tools.inspect.groups import TensorGroup, group
 from anyrank.wording import count, group_by_part, in_units, printable, rows, short_dtype
 
-SHOWN_GROUPS = 30  # with head and tail, what fits on one screen
+SHOWN_GROUPS = 30  # with head and tail, these fit on one screen
 SHOWN_NOTES = 3
 SHOWN_LETTERS = 60
 COLUMNS = 80
@@ -36,8 +36,8 @@ class InspectedFile:
     """A file of the source.
 
     Attributes:
-        path: as the source names it.
-        nbytes: its size, headers included.
+        path: its path, as in the source.
+        nbytes: its size, including headers.
     """
 
     path: str
@@ -46,14 +46,14 @@ class InspectedFile:
 
 @dataclass(frozen=True, slots=True)
 class InspectedTensor:
-    """A tensor at rest.
+    """A stored tensor.
 
     Attributes:
         name: its key.
-        shape: the global shape, if a format keeps a tensor in parts.
-        dtype: torch's name, without "torch.".
-        nbytes: size of its elements.
-        files: paths of the files that hold it; several only in DCP folders.
+        shape: its shape; the global shape if it is stored in parts.
+        dtype: name of the dtype, without "torch.".
+        nbytes: size in bytes.
+        files: paths of the files that contain it; more than one only for tensors in parts.
     """
 
     name: str
@@ -65,7 +65,7 @@ class InspectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Tensors of one dtype: their number, elements and bytes. Tied ones count once."""
+    """The tensors of one dtype: their number, elements and bytes. Tied ones count once."""
 
     tensors: int
     elements: int
@@ -74,23 +74,24 @@ class Total:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of a source. Printable as one screen.
+    """The contents of a source. `print` it for a summary.
 
     Attributes:
-        path: the source, as given.
+        path: the source, as passed.
         format: for example "safetensors, 4 files", "torch zip", "lightning" or "dcp".
-        files: the files that hold the tensors; empty for tensors in memory.
-        tensors: all of them, in the order of the headers.
-        dtypes: dtype -> total, the largest first.
-        parameters: elements of all tensors, tied ones once: a file does not tell parameters from
-            buffers.
-        nbytes: size of all tensors, tied ones once.
-        tied: name -> the name of the tensor before it whose bytes it shares.
-        metadata: free text that the format carries.
-        skipped: files and keys that `load` ignores, each with the reason.
+        files: the files that contain the tensors; empty for tensors in memory.
+        tensors: all tensors, in the order of the headers.
+        dtypes: dtype -> totals, the largest dtype first.
+        parameters: number of elements of all tensors, with tied ones counted once. A file does not
+            distinguish parameters from buffers.
+        nbytes: size of all tensors in bytes, with tied ones counted once.
+        tied: name -> the name of an earlier tensor whose bytes it shares.
+        metadata: free text from the format.
+        skipped: files and keys that `load` ignores, with the reasons.
         quantized: tensors that `load` dequantizes -> how they are quantized.
-        steps: the committed steps of a run folder, the newest first; its tensors are the newest's.
-        run_time: for a run folder on a local disk, where its time went, from its `log.jsonl`.
+        steps: for a run folder, its committed steps, the newest first. `tensors` are those of the
+            newest.
+        run_time: for a run folder on a local disk, how its time was spent, from its `log.jsonl`.
     """
 
     path: str
@@ -108,7 +109,7 @@ class Inspection:
     run_time: RunTime | None = None
 
     def to_json(self) -> str:
-        """All fields, as a JSON object."""
+        """Return all fields as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -116,7 +117,7 @@ class Inspection:
 
 
 def summary(inspection: Inspection) -> list[str]:
-    """Format, counts and sizes, dtypes: the lines above the tensors."""
+    """Return the lines above the tensors: format, counts, sizes and dtypes."""
     kinds = (
         f"{short_dtype(dtype)}: {count(total.tensors, 'tensor')}, {in_units(total.nbytes)}"
         for dtype, total in inspection.dtypes.items()
@@ -126,7 +127,7 @@ def summary(inspection: Inspection) -> list[str]:
     parts += [f"{inspection.parameters:,} parameters", in_units(inspection.nbytes)]
     methods = Counter(inspection.quantized.values())
     ways = (
-        f"{method}, which `load` dequantizes: {count(number, 'tensor')} with their scales"
+        f"{method}, which `load` dequantizes: {count(number, 'tensor')} and scales"
         for method, number in methods.items()
     )
     lines = [*kinds, *ways]
@@ -137,11 +138,11 @@ def summary(inspection: Inspection) -> list[str]:
 def tensor_rows(
     inspection: Inspection, shown: int | None = None, *, grouped: bool = True
 ) -> list[str]:
-    """Name, shape, dtype and bytes of each tensor, or of each group of layers, a line each.
+    """Return a line per tensor, or per group of layers: name, shape, dtype and size.
 
     Args:
-        inspection: what was inspected.
-        shown: most groups to show; default: all.
+        inspection: the inspection.
+        shown: maximum number of groups to show. Default: all.
         grouped: False for one line per tensor, in the order of the headers.
     """
     tensors = [(t.name, t.shape, t.dtype, t.nbytes) for t in inspection.tensors]
@@ -154,7 +155,7 @@ def tensor_rows(
 
 
 def notes(inspection: Inspection) -> list[str]:
-    """Steps, metadata and what was skipped, shortened: the lines below the tensors."""
+    """Return the lines below the tensors: steps, metadata and skipped keys, shortened."""
     lines = [
         f"  step {saved.step:<8} epoch {saved.epoch}, {saved.samples:,} samples, "
         f"{count(saved.ranks, 'rank')}, {in_units(saved.nbytes)}, {printable(saved.written)}"
@@ -169,11 +170,10 @@ def notes(inspection: Inspection) -> list[str]:
 
 
 def inspect(source: Source) -> Inspection:
-    """Read the headers of a source, and no payload: no process group, no GPU, milliseconds.
+    """List the tensors of a source. Reads only headers, in milliseconds.
 
-    For a run folder, it lists the committed steps, and the tensors of the newest.
-
-    Called by one process; ranks need not agree.
+    Needs no process group and no GPU. For a run folder, lists the committed steps, and the tensors
+    of the newest. Any process may call it; does not communicate.
 
     Example::
 
@@ -188,10 +188,10 @@ def inspect(source: Source) -> Inspection:
             folder, anyrank run), a list of files, or a dict of tensors; as for `load`.
 
     Raises:
-        LoadError: nothing exists there, no permission, an incomplete set of files, or an unknown
+        LoadError: the source does not exist, cannot be read, has missing files, or has an unknown
             format.
-        UnsafeFile: a header that lies, or a pickle that would run code.
-        TypeError: neither path, list of paths nor dict of tensors.
+        UnsafeFile: a header has impossible sizes, or a pickle would run code.
+        TypeError: the source is not a path, a list of paths or a dict of tensors.
     """
     check_source(source)
     listing = list_source(source)
@@ -215,14 +215,14 @@ def inspect(source: Source) -> Inspection:
 
 
 def _not_read(listing: Listing) -> list[str]:
-    """Explain that `load` does not read the weights into floating ones, if it does not."""
+    """Return why `load` does not dequantize the weights; empty if it does."""
     packed = packed_weights(listing)
     text = unknown_method(listing) or (packed_in_words(packed) if packed else None)
     return [] if text is None else [text]
 
 
 def name_of(source: Source) -> str:
-    """The name of a source in reports."""
+    """Return the name of a source for reports."""
     if isinstance(source, Mapping):
         return "memory"
     if isinstance(source, (str, os.PathLike)):
@@ -248,7 +248,7 @@ def _tensors(listing: Listing) -> list[InspectedTensor]:
 
 
 def _elements(stored: StoredTensor) -> int:
-    """The elements of a tensor; torch counts packed ones (float4_e2m1fn_x2) by the byte."""
+    """Return the number of elements; torch counts packed ones (float4_e2m1fn_x2) as bytes."""
     return stored.numel * (2 if str(stored.dtype).endswith("_x2") else 1)
 
 
@@ -266,7 +266,7 @@ def _totals(listing: Listing) -> dict[str, Total]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Wrap a line to a terminal of 80 columns; words stay whole."""
+    """Wrap a line to 80 columns, without splitting words."""
     return textwrap.wrap(
         line, COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )

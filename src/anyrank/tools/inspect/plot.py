@@ -1,4 +1,4 @@
-"""A run's loss and rank counts over its steps, as a picture."""
+"""Plot the loss and the rank counts of a run over its steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SIZE = (8.0, 5.0)  # inches
 
 
 def draw(folder: str, path: str) -> None:
-    """Draw the log of a run on a local disk. Needs matplotlib (`pip install 'anyrank[plot]'`).
+    """Plot the log of a run on a local disk. Needs matplotlib (`pip install 'anyrank[plot]'`).
 
-    Each process of the run is a separate line: steps that were repeated appear twice.
+    Each start of the run is a separate line, so repeated steps appear twice.
 
     Args:
-        folder: the run's folder.
-        path: path of the picture, whose ending determines its format.
+        folder: folder of the run.
+        path: path of the picture; its ending determines the format.
 
     Raises:
         LoadError: the run has no log.
-        AnyrankError: matplotlib is not installed, does not know the format, or the folder is
-            missing.
+        AnyrankError: matplotlib is not installed or does not know the format, or the folder of
+            `path` does not exist.
     """
     if find_spec("matplotlib") is None:
         raise AnyrankError("a plot needs matplotlib: pip install 'anyrank[plot]'")
@@ -38,8 +38,8 @@ def draw(folder: str, path: str) -> None:
         legs[-1].append(line)
     if not legs:
         raise LoadError(
-            f"{os.path.join(folder, LOG)}: no log of a run is there: give the folder of a run "
-            "on a local disk, which `Checkpoints` logs from its first resume() or step on"
+            f"{os.path.join(folder, LOG)}: does not exist, or is empty. Pass the folder of a run "
+            "on a local disk; `Checkpoints` writes the log from its first resume() or step on"
         )
     figure = Figure(figsize=SIZE, layout="constrained")
     axes: Any = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -61,4 +61,4 @@ def draw(folder: str, path: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise AnyrankError(f"{path}: the picture cannot be written: {error}") from error
+        raise AnyrankError(f"{path}: cannot write the plot: {error}") from error

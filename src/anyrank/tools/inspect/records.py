@@ -1,9 +1,9 @@
-"""Compares two steps of runs apart from their tensors: position, options, plain values.
+"""Compare two steps of runs without their tensors: position, options, plain values.
 
-It compares the JSON of the manifests, as made by `files.json_codec`; for each part, the first path
-that differs is reported. Differences between equal runs are left out: how tensors lie on ranks, how
-an optimizer computes, and where a frozen part was read from. So is a part that each rank saved for
-itself, if the rank counts differ.
+The module compares the JSON of the manifests, as written by `files.json_codec`. For each part, it
+reports the first path that differs. It ignores values that may differ between equal runs: layouts
+on ranks, implementation options of an optimizer, and the source of a frozen part. If the rank
+counts differ, it also ignores a part that each rank saved for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anyrank.files.json_codec import reading_record
 from anyrank.files.manifest import IMPLEMENTATION, Manifest
 
 PROGRESS = ("step", "epoch", "samples")
-POSITION = {"seed", "epoch", "step", "samples", "receipt"}  # the fields of our loaders
+POSITION = {"seed", "epoch", "step", "samples", "receipt"}  # the fields of anyrank's loaders
 NO_POSITION = ("version", "receipts", "exact")  # fields that may differ between equal runs
 TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
 NOT_COMPARED = ("kind", "layout")
@@ -32,18 +32,18 @@ Ignore = Callable[[str], bool]
 def record_differences(
     a: Manifest, b: Manifest, ignore: Ignore
 ) -> tuple[dict[str, Pair], dict[str, Pair]]:
-    """Compare two steps apart from their tensors, in the parts that both have.
+    """Compare two steps without their tensors, in the parts that both have.
 
     Args:
-        a, b: the steps.
-        ignore: whether a name is left out.
+        a, b: the manifests of the steps.
+        ignore: returns whether to ignore a name.
 
     Returns:
-        The differences, the first one of each part -> both values, "absent" for none. And for two
+        The first difference in each part -> both values, "absent" for a missing one. And for two
         ElasticLoaders, the differences between their states.
 
     Raises:
-        CorruptCheckpoint: a part's record is not one that a save writes.
+        CorruptCheckpoint: the record of a part is not one that a save writes.
     """
     data: dict[str, Pair] = {}
     positions = _position(a), _position(b)
@@ -66,20 +66,23 @@ def record_differences(
 
 
 def _position(manifest: Manifest) -> Mapping[str, Any] | None:
-    """The state of an ElasticLoader; None for another loader, or without one."""
+    """Return the state of an ElasticLoader; None for any other loader, or without one."""
     record = manifest.parts.get("data")
     tree = cast("Any", record).get("tree") if isinstance(record, dict) else None
     return tree if isinstance(tree, dict) and tree.keys() >= POSITION else None
 
 
 def _data_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
-    """The differences between the states of two runs' loaders: name -> both values."""
+    """Return the differences between the states of two loaders: name -> both values."""
     names = [name for name in {**a, **b} if name not in NO_POSITION]
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
 
 
 def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
-    """A part's record without what differs between equal runs; its state_dict() is under "tree"."""
+    """Return a record without values that may differ between equal runs.
+
+    The `state_dict()` of the part is under "tree".
+    """
     left_out = (*NOT_COMPARED, *COMPARED_APART)
     compared = {name: value for name, value in record.items() if name not in left_out}
     if record["kind"] == "optimizer" and "opaque" not in record:
@@ -88,7 +91,7 @@ def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
             | {"params": group["params"]}
             for group in record["groups"]
         ]
-    if "frozen" in compared:  # compared by its values, wherever they are
+    if "frozen" in compared:  # compared by its values, wherever they are stored
         compared["frozen"] = {name: part["digest"] for name, part in compared["frozen"].items()}
     if "base" in compared:
         compared["base"] = compared["base"]["digest"]
@@ -100,7 +103,7 @@ def _compared(record: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
 
 
 def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, Pair]:
-    """The first place at which two trees differ, with both values; empty if there is none."""
+    """Return the first path at which two trees differ, with both values; empty if none does."""
     a, b = _known(a), _known(b)
     if ignore(where) or a == b:
         return {}
@@ -114,7 +117,7 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
     else:
         return {where: (_shown(a), _shown(b))}
     for key, x, y in pairs:
-        is_mark = key == "tree" or key.startswith("~")  # not part of the path that users know
+        is_mark = key == "tree" or key.startswith("~")  # not a part of the path that users see
         inner = where if is_mark else f"{where}.{key}"
         if difference := _first_difference(inner, x, y, ignore):
             return difference
@@ -122,7 +125,7 @@ def _first_difference(where: str, a: Any, b: Any, ignore: Ignore) -> dict[str, P
 
 
 def _known(value: Any) -> Any:
-    """The value, or a word for a tensor; for a text that holds a JSON object, the object."""
+    """Return the value; a word for a tensor; the object for a text of a JSON object."""
     if isinstance(value, str) and value.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)

@@ -1,4 +1,4 @@
-"""Values of stored tensors, a few MiB at a time."""
+"""Read the values of stored tensors, a few MiB at a time."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PART_NUMEL = 1 << 18  # elements read at a time
 
 
 def open_values(listing: Listing) -> Reader:
-    """Make a reader of a source's tensors in parts; the caller closes it."""
+    """Make a reader for the tensors of a source, in parts; the caller closes it."""
     return Reader(listing, buffer_bytes=2 * BLOCK_BYTES)
 
 
 def boxes_of(stored: StoredTensor) -> Iterator[Box]:
-    """Parts of a tensor, in row-major order; the same for tensors of one shape and dtype."""
+    """Yield the parts of a tensor in row-major order; they depend only on its shape."""
     if stored.numel:
         yield from Box.whole(stored.shape).cut(PART_NUMEL)
 
 
 def as_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Values that torch can compare and subtract: 8-bit floats as float32, packed ones as bytes.
+    """Return values that torch can compare and subtract.
 
-    Integers stay as they are.
+    8-bit floats become float32, and packed floats become bytes. Other values do not change.
     """
     if values.dtype.is_floating_point and values.dtype.itemsize == 1:
         packed = str(values.dtype).endswith("_x2")

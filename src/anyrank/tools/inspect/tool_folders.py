@@ -1,4 +1,4 @@
-"""Another tool's folder for `verify` and `diff`: its weights, and its optimizers' tensors."""
+"""Folders of other tools for `verify` and `diff`: their weights, and tensors of optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyrank.tensors.spec import StoredTensor
 
 
 def is_tool_folder(source: Source) -> bool:
-    """Return whether a source is a folder of another tool, whose listing has only the weights."""
+    """Return whether a source is a folder of another tool; its listing has only weights."""
     if not isinstance(source, (str, os.PathLike)):
         return False
     storage, path = storage_for(os.fspath(source)), os.fspath(source)
@@ -22,19 +22,19 @@ def is_tool_folder(source: Source) -> bool:
 
 
 def with_optimizers(source: Source, weights: Listing) -> Listing:
-    """The listing of another tool's folder, with the tensors of its optimizers and all its models.
+    """Return the listing of another tool's folder, with the tensors of optimizers and all models.
 
-    An optimizer without a reader is listed as unreadable.
+    An optimizer that has no reader is listed as unreadable.
 
     Raises:
-        CheckpointError, UnsafeFile: the folder is not whole, or one of its files is not safe.
+        CheckpointError, UnsafeFile: the folder is incomplete, or one of its files is unsafe.
     """
     assert isinstance(source, (str, os.PathLike))
     run = read_foreign(os.fspath(source))
     tensors = {**run.listing.tensors}
     unreadable = {**weights.unreadable}
     if "optimizer" in run.not_read and not tensors:
-        unreadable["optimizer"] = f"state as the ranks of {run.tool} cut it"
+        unreadable["optimizer"] = f"state that is sharded by the ranks of {run.tool}"
     for part, listing in run.weights.items():
         prefix = "" if part == "model" else f"{part}."
         tensors |= {f"{prefix}{name}": stored for name, stored in listing.tensors.items()}

@@ -1,4 +1,4 @@
-"""`anyrank.verify`: checks that a source is whole, as far as possible without a model."""
+"""`anyrank.verify`: check that a source is complete and not corrupt, without a model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class VerifyFinding:
-    """A finding: something that is wrong.
+    """One problem that `verify` found.
 
     Attributes:
-        where: the file, or the tensor.
-        what: expected and found, and the way out.
+        where: the file or the tensor.
+        what: what was expected and found, and how to fix it.
     """
 
     where: str
@@ -48,15 +48,15 @@ class VerifyFinding:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The result of `verify`. Printable as one screen; true if nothing is wrong.
+    """The result of `verify`. `print` it for a summary; it is true if nothing is wrong.
 
     Attributes:
-        path: the source, as given.
-        format: its format; "" if that cannot be known.
-        findings: everything that is wrong.
-        tensors: number of checked tensors; for a run, over all steps.
-        nbytes: their size.
-        checked: the comparisons made, in words; a format without checksums is named here too.
+        path: the source, as passed.
+        format: its format; "" if unknown.
+        findings: all problems.
+        tensors: number of checked tensors; for a run, in all steps together.
+        nbytes: their size in bytes.
+        checked: texts about what was checked, and about missing checksums.
         steps: for a run, the steps that were checked.
     """
 
@@ -72,7 +72,7 @@ class VerifyReport:
         return not self.findings
 
     def to_json(self) -> str:
-        """All fields, as a JSON object."""
+        """Return all fields as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -86,15 +86,15 @@ class VerifyReport:
 
 
 def verify(source: Source, *, finite: bool = False) -> VerifyReport:
-    """Read a source from end to end, and say what is wrong with it.
+    """Read all of a source, and report what is wrong with it.
 
-    Structure, sizes, offsets, and the index against the files; then every checksum that came with
-    them: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and in a run the
-    manifest and the xxh3-64 of each block of every committed step.
-    In another tool's folder (the Trainer's, Accelerate's, DeepSpeed's, each rank's) the optimizers
-    and the other ranks' files are checked too. Memory: a few MiB.
+    Checks structure, sizes and offsets, and that the index matches the files. Then verifies every
+    stored checksum: CRC-32 of torch files and DCP, SHA-256 of Hugging Face downloads, and for a run
+    the manifest and the xxh3-64 of each block, in every committed step. In a folder of another tool
+    (Trainer, Accelerate, DeepSpeed, one file per rank), also checks the optimizers and the files of
+    all ranks. Uses a few MiB of memory.
 
-    Called by one process.
+    Any process may call it; does not communicate.
 
     Example::
 
@@ -107,14 +107,15 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
 
     Args:
         source: a path or URL, a list of files, or a dict of tensors; as for `load`.
-        finite: also look for NaN and infinite values in every tensor.
+        finite: whether to look for NaN and infinite values in every tensor too.
 
     Returns:
         The report, which is true if nothing is wrong.
 
     Raises:
-        LoadError: nothing exists there, or it cannot be read.
-        TypeError: neither path, list of paths nor dict of tensors, or finite is not a bool.
+        LoadError: the source does not exist, or cannot be read.
+        TypeError: the source is not a path, a list of paths or a dict of tensors, or `finite` is
+            not a bool.
     """
     check_source(source)
     check_bool(finite=finite)
@@ -140,23 +141,23 @@ def verify(source: Source, *, finite: bool = False) -> VerifyReport:
             outcome.findings.append(_finding(error, path))
     _verify_listings([listing], finite, outcome)
     for name, what in unreadable.items():
-        outcome.findings.append(VerifyFinding(path, f"{name}: is {what}; it was not looked at"))
+        outcome.findings.append(VerifyFinding(path, f"{name}: is {what}; it was not checked"))
     return _report(path, listing.format, outcome, [listing], [])
 
 
 @dataclass
 class _Outcome:
-    """The findings, and the comparisons made."""
+    """The findings, and texts about what was checked."""
 
     findings: list[VerifyFinding]
     checked: set[str]
 
 
 def _names(storage: Storage, path: str) -> list[str] | None:
-    """A folder's entries, None for a file.
+    """Return the names in a folder; None for a file.
 
     Raises:
-        LoadError: nothing exists there, or it cannot be read.
+        LoadError: the path does not exist, or cannot be read.
     """
     try:
         if storage.is_dir(path):
@@ -176,7 +177,7 @@ def _finding(error: Exception, path: str) -> VerifyFinding:
 
 
 def _verify_each(source: Source, outcome: _Outcome) -> None:
-    """Check every file of a damaged source separately, so that all the damage is known."""
+    """Check every file of a corrupt source separately, to find all problems."""
     paths: list[str] = []
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
@@ -200,7 +201,7 @@ def _verify_each(source: Source, outcome: _Outcome) -> None:
 def _verify_run(
     storage: Storage, path: str, names: list[str], finite: bool, outcome: _Outcome
 ) -> VerifyReport:
-    """Check every committed step, by its manifest."""
+    """Check every committed step against its manifest."""
     folders = [path] if MANIFEST in names else []
     if not folders:
         folders = [join_path(path, step.name) for step in list_steps(storage, path, names)]
@@ -213,7 +214,7 @@ def _verify_run(
             if not is_step(storage, folder):
                 outcome.findings.append(
                     VerifyFinding(
-                        folder, f"has no {MANIFEST}: it is damaged, or the save of it died"
+                        folder, f"has no {MANIFEST}; it is corrupt, or its save was killed"
                     )
                 )
                 continue
@@ -232,17 +233,19 @@ def _verify_run(
 
 
 def _verify_metadata(storage: Storage, folder: str, step: int) -> str:
-    """Compare what torch.distributed.checkpoint reads of a step, which anyrank does not; returns
-    what was compared, in words.
+    """Check the file of a step that only torch.distributed.checkpoint reads.
+
+    Returns:
+        A text about what was checked.
 
     Raises:
-        CorruptCheckpoint: it is not what was written.
-        LoadError: it cannot be read.
+        CorruptCheckpoint: the file is not the one that was written.
+        LoadError: the file cannot be read.
     """
     path = join_path(folder, METADATA)
     try:
         if storage.find(path) is None:
-            return f"no {METADATA} in step {step}, which torch.distributed.checkpoint alone reads"
+            return f"no {METADATA} in step {step}, which only torch.distributed.checkpoint reads"
         check_seal(storage, path)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error}") from error
