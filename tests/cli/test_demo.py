@@ -113,7 +113,7 @@ def test_sigterm_ends_the_tour_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_tour_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(
-        AnyrankError, match=r"^the demo failed with exit code 1; its last lines:"
+        AnyrankError, match=r"^the demo failed with exit code 1\. Its last lines:"
     ) as caught:
         demo.run(str(tmp_path))
     assert "ValueError: Unrecognized model" in str(caught.value)
@@ -168,22 +168,23 @@ def test_the_summary_fits_a_screen() -> None:
     lines = demo.summary(results_of_runs())
     assert lines == [
         "all-MiniLM-L6-v2: 1,234 parameters, 5.0 MiB; torch 2.13.0",
-        "  load      3.0 MiB at the peak of a rank of 2; a built model and load_file take 8.0 MiB "
-        "on every rank",
-        "  train     4 steps, loss 9.00 at first, 6.00 at last",
-        "    2 ranks  from step 0, SIGKILL while step 3 was saved",
+        "  load      peak 3.0 MiB per rank on 2 ranks; building the model and calling load_file "
+        "takes 8.0 MiB on every rank",
+        "  train     4 steps, loss 9.00 at the start, 6.00 at the end",
+        "    2 ranks  from step 0, killed (SIGKILL) while saving step 3",
         "    1 rank  from step 2, to the end",
         "  resume    0.12 s; samples of epoch 1: 24 exactly once",
-        "  one rank  never stopped: the same SHA-256 of weights and optimizer as on 2 -> 1 ranks",
+        "  one rank  uninterrupted: the same SHA-256 of weights and optimizer state as on 2 -> 1 "
+        "ranks",
         "            ab12",
-        "  took      50 s",
+        "  total     50 s",
     ]
 
 
 @pytest.mark.parametrize(
     ("results", "finding"),
     [
-        (results_of_runs(drift=1e-3), "losses differ from those of one rank: [9, 8, 7, 6] and "),
+        (results_of_runs(drift=1e-3), "losses differ from those on one rank: [9, 8, 7, 6] and "),
         (results_of_runs(receipt="twice"), "samples were not seen exactly once"),
         (results_of_runs(losses=(7, 8, 9, 9)), "the loss rose: [7, 8, 9, 9]"),
     ],
@@ -245,7 +246,7 @@ def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torchrun, "LIMIT_SEC", 1.0)
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with pytest.raises(
-        AnyrankError, match=r"^no end within 1.0 s; its last lines:\n\d+\n$"
+        AnyrankError, match=r"^no end within 1.0 s\. Its last lines:\n\d+\n$"
     ) as said:
         launch(script, tmp_path / "log")
     with pytest.raises(ProcessLookupError):
@@ -259,7 +260,7 @@ def test_a_program_is_a_script_or_a_module_and_its_arguments() -> None:
     assert torchrun.program_of("run", True, "package.train", ("--lr",)) == (
         *("-m", "package.train", "--lr"),
     )
-    with pytest.raises(click.BadParameter, match="a module takes -m: anyrank check -m nothing"):
+    with pytest.raises(click.BadParameter, match="To run a module, use: anyrank check -m nothing"):
         torchrun.program_of("check", False, "nothing", ())
 
 

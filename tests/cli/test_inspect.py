@@ -151,5 +151,5 @@ def test_a_full_disk_is_one_line(weights: Path) -> None:
         ]
         ended = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr.startswith("Error: the results cannot be written: ")
+    assert ended.stderr.startswith("Error: cannot write the output: ")
     assert ended.stderr.count("\n") == 1

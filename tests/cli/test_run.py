@@ -15,8 +15,8 @@ import pytest
 from click.testing import Result
 from tests.scripts import wait_for_the_end_of
 
-from anyrank.cli.run import environ
-from anyrank.cli.torchrun import meeting_place
+from anyrank.cli.run import script_environment
+from anyrank.cli.torchrun import describe_rendezvous
 from anyrank.testing.pool import find_port
 from anyrank.watching.system import descendants
 
@@ -137,20 +137,26 @@ def test_wrong_usage_is_exit_2(
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert environ(1)["OMP_NUM_THREADS"] == str(cores)
-    assert environ(64 * cores)["OMP_NUM_THREADS"] == "1"
+    assert script_environment(1)["OMP_NUM_THREADS"] == str(cores)
+    assert script_environment(64 * cores)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environ(1)["OMP_NUM_THREADS"] == "7"
+    assert script_environment(1)["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--nnodes 2", "--nnodes 2 without --master-addr"),
-        ("--nnodes 1:4 --node-rank 1", "--nnodes 1:4 without --master-addr"),
-        ("--nnodes 2 --rdzv-backend c10d --master-addr a", "without --rdzv-endpoint"),
-        ("--node-rank 1 --master-addr a", "--node-rank 1 is no number of --nnodes 1"),
-        ("--nnodes 2 --node-rank 2 --master-addr a", "--node-rank 2 is no number of --nnodes 2"),
+        ("--nnodes 2", "--nnodes 2 needs --master-addr"),
+        ("--nnodes 1:4 --node-rank 1", "--nnodes 1:4 needs --master-addr"),
+        ("--nnodes 2 --rdzv-backend c10d --master-addr a", "needs --rdzv-endpoint"),
+        (
+            "--node-rank 1 --master-addr a",
+            "--node-rank 1: must be less than the number of machines, --nnodes 1",
+        ),
+        (
+            "--nnodes 2 --node-rank 2 --master-addr a",
+            "--node-rank 2: must be less than the number of machines",
+        ),
     ],
 )
 def test_machines_that_could_not_find_each_other_are_wrong_usage(
@@ -165,12 +171,14 @@ def test_machines_that_could_not_find_each_other_are_wrong_usage(
 
 def test_a_machine_that_can_find_the_others_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MASTER_ADDR", "host-0")
-    assert "waits for the others at host-0" in str(meeting_place({"nnodes": "2"}))
+    assert "waiting for the others at host-0" in str(describe_rendezvous({"nnodes": "2"}))
     machines: dict[str, str | None] = {"nnodes": "1:2", "rdzv_backend": "c10d", "node_rank": None}
-    assert "at host-1:29400" in str(meeting_place({**machines, "rdzv_endpoint": "host-1:29400"}))
+    assert "at host-1:29400" in str(
+        describe_rendezvous({**machines, "rdzv_endpoint": "host-1:29400"})
+    )
     monkeypatch.setenv("PET_NODE_RANK", "1")  # as a cluster sets it, for a job on one machine too
     for alone in ({}, {"nnodes": "1"}, {"nnodes": "1:1", "master_port": "3"}, {"nnodes": "many"}):
-        assert meeting_place(alone) is None
+        assert describe_rendezvous(alone) is None
 
 
 @pytest.mark.slow
@@ -184,4 +192,4 @@ def test_a_machine_whose_others_do_not_come_says_where_it_waits(
     result = anyrank(f"run --ranks 1 --nnodes 2 {place} {limits} train.py")
     assert result.exit_code != 0
     said = " ".join(result.stderr.split())
-    assert "machine 0 of --nnodes 2, waits for the others at 127.0.0.1:" in said
+    assert "This is machine 0 (--nnodes 2), waiting for the others at 127.0.0.1:" in said

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from anyrank.cli.run_memory import TMPFS, outliving
+from anyrank.cli.run_memory import TMPFS, surviving_memory
 from anyrank.settings import PEERS_FOLDER
 
 
 def test_it_is_there_until_the_end(tmp_path: Path) -> None:
-    with outliving(str(tmp_path)) as variables:
+    with surviving_memory(str(tmp_path)) as variables:
         folder = Path(variables[PEERS_FOLDER])
         (folder / "run").mkdir()
         assert folder.stat().st_mode & 0o077 == 0
-        with outliving(str(tmp_path)) as others:
+        with surviving_memory(str(tmp_path)) as others:
             assert others != variables
         assert (folder / "run").is_dir()  # another run's is left alone
     assert list(tmp_path.iterdir()) == []
@@ -28,19 +28,19 @@ def test_it_is_there_until_the_end(tmp_path: Path) -> None:
 
 def test_what_a_killed_owner_left_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom anyrank.cli.run_memory import outliving\n"
-        "with outliving(sys.argv[1]) as variables:\n"
+        "import os, sys\nfrom anyrank.cli.run_memory import surviving_memory\n"
+        "with surviving_memory(sys.argv[1]) as variables:\n"
         "    os.mkdir(os.path.join(*variables.values(), 'run'))\n    os.kill(os.getpid(), 9)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
-    with outliving(str(tmp_path)) as variables:
+    with surviving_memory(str(tmp_path)) as variables:
         assert [str(one) for one in tmp_path.iterdir()] == [*variables.values()]
         assert not left.exists()
 
 
 def test_a_machine_without_such_memory_has_none(tmp_path: Path) -> None:
-    with outliving(str(tmp_path / "gone")) as variables:
+    with surviving_memory(str(tmp_path / "gone")) as variables:
         assert variables == {}
 
 

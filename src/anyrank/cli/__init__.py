@@ -1,6 +1,6 @@
 """The command line: `anyrank COMMAND`, with a module in this package for each command.
 
-Exit status: 0 success, 1 findings or an error in the input, 2 wrong usage or a missing package.
+Exit codes: 0 success, 1 findings or an error in the input, 2 wrong usage or a missing package.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ COMMANDS = ("inspect", "verify", "diff", "convert", "plan", "check", "stacks", "
 
 
 class Commands(click.Group):
-    """Imports a command's module on demand; the modules import torch when they run."""
+    """A group that imports a command's module on demand; a command imports torch when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None  # `resolve_command` says which one may be meant
+            return None  # `resolve_command` suggests a similar name
         command: click.Command = import_module(f"anyrank.cli.{cmd_name}").command
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does; for an unknown one, suggest the likely name."""
+        """Resolve a command as click does; for an unknown one, suggest a similar name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -45,21 +45,18 @@ class Commands(click.Group):
             raise click.UsageError(text, ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an AnyrankError becomes a message without a traceback.
-
-        So does standard output on a full disk.
-        """
+        """Run the command; report an AnyrankError, or a full disk, without a traceback."""
         try:
             return super().invoke(ctx)
         except AnyrankError as error:
             raise click.ClickException(str(error)) from error
-        except ImportError as error:  # an optional package, which the message names
+        except ImportError as error:  # an optional package; the message names it
             raise click.UsageError(str(error)) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # buffered bytes would fail again at exit
-            raise click.ClickException(f"the results cannot be written: {error}") from error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else buffered bytes fail again at exit
+            raise click.ClickException(f"cannot write the output: {error}") from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -13,32 +13,32 @@ LINE_COLUMNS = 10_000
 
 
 class Report(Protocol):
-    """The result of a command: its `str` begins with a title."""
+    """The result of a command; the first line of its `str` is a title."""
 
     def to_json(self) -> str:
-        """All of it, as JSON."""
+        """Return the whole report as JSON."""
         ...
 
 
 def out() -> Console:
-    """Standard output, for results."""
+    """Return a console on standard output, for results."""
     return Console(width=LINE_COLUMNS, highlight=False)
 
 
 def err() -> Console:
-    """Standard error, for progress."""
+    """Return a console on standard error, for progress."""
     return Console(stderr=True, highlight=False)
 
 
 def write(console: Console, title: str, *lines: RenderableType) -> None:
-    """Print a bold title and lines. Text may come from files, so markup is not interpreted."""
+    """Print a bold title and lines; markup is not interpreted, because text may come from files."""
     console.print(title, style="bold", markup=False)
     for line in lines:
         console.print(line, markup=False)
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print a report as a JSON object, or as its lines."""
+    """Print a report as a JSON object or as text."""
     if as_json:
         click.echo(report.to_json())
     else:

@@ -1,4 +1,4 @@
-"""`anyrank convert`: write weights from any source in a format that other tools read."""
+"""`anyrank convert`: write the weights of any source in a format that other tools read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def parse_bytes(text: str | None) -> int | None:
     """Parse "5GB", "512MiB" or a number of bytes.
 
     Raises:
-        click.BadParameter: the text is none of these.
+        click.BadParameter: the text is not a size.
     """
     if text is None:
         return None
     match = SIZE.fullmatch(text)
     if match is None or not int(match[1]):
-        raise click.BadParameter(f"--shard-bytes {text!r}: give a size, such as 5GB or 512MiB")
+        raise click.BadParameter(f"--shard-bytes {text!r}: must be a size such as 5GB or 512MiB")
     power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
     return int(match[1]) * (1024 if match[3] else 1000) ** power
 
@@ -40,17 +40,17 @@ def parse_bytes(text: str | None) -> int | None:
 @click.option(
     "--dtype",
     type=click.Choice([*FLOATS]),
-    help="Of floating tensors; others keep theirs.",
+    help="Cast floating-point tensors to this dtype; others keep theirs.",
 )
 @click.option(
     "--rename",
     multiple=True,
     metavar="OLD=NEW",
-    help="A name or a prefix of names; may be given several times.",
+    help="Rename a tensor, or a prefix of names. May be repeated.",
 )
-@click.option("--shard-bytes", metavar="SIZE", help="Most bytes of a file.  [default: 5GB]")
-@click.option("--overwrite", is_flag=True, help="Rename an old result; nothing is deleted.")
-@click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
+@click.option("--shard-bytes", metavar="SIZE", help="Maximum size of one file.  [default: 5GB]")
+@click.option("--overwrite", is_flag=True, help="If DESTINATION exists, rename it first.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole report as a JSON object.")
 def command(
     sources: tuple[str, ...],
     destination: str,
@@ -68,11 +68,11 @@ def command(
     from anyrank.cli.console import show
     from anyrank.tools.convert.convert import convert
 
-    if not sources:  # click gives the only argument to the last name
+    if not sources:  # click assigns a single argument to the last name
         raise click.UsageError("Missing argument 'DESTINATION'.")
     wrong = [pair for pair in rename if "=" not in pair]
     if wrong:
-        raise click.BadParameter(f"--rename {wrong[0]!r}: give OLD=NEW")
+        raise click.BadParameter(f"--rename {wrong[0]!r}: expected OLD=NEW")
     size = parse_bytes(shard_bytes)
     try:
         report = convert(

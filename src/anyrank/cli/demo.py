@@ -1,7 +1,7 @@
-"""`anyrank demo`: a real model is loaded, trained, killed twice in a save, and ends as on one rank.
+"""`anyrank demo`: a run that is killed twice in a save ends with the same bits as one on one rank.
 
-The training script is `examples/finetune.py`. A second run of it uses one rank at the same time,
-never stopped: both end with the same bits. The runs are in `demo_runs.py`.
+The training script is `examples/finetune.py`. At the same time, a second run of the script uses one
+rank and is never interrupted. Both end with the same bits. `demo_runs.py` has the runs.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ RESULTS = "results.json"
 RANK_SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",  # the demo measures host memory
+    "CUDA_VISIBLE_DEVICES": "",  # because the demo measures host memory
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # glibc returns large buffers to the kernel after each step, which zeroes them again: a third
-    # of the time. The peaks do not change.
+    # By default, glibc returns large buffers to the kernel after each step, and the kernel zeroes
+    # them again, which takes a third of the time. The peaks do not change.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
 }
 
 
 class MissingPackage(click.ClickException):
-    """A package that only the demo needs is not installed."""
+    """Raised if a package that only the demo needs is not installed."""
 
     exit_code = 2
 
 
 @click.command("demo")
-@click.option("--json", "as_json", is_flag=True, help="The results as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as a JSON object.")
 def command(as_json: bool) -> None:
-    """Load a real model on 4 ranks, train it, kill it, and go on on 3 and on 2.
+    """Load a real model on 4 ranks, train it, kill it, and resume it on 3 and then 2.
 
-    MiniLM (22.7 million parameters) is loaded in shares, and learns to fill in masked words of the
-    standard library's docstrings. All ranks get SIGKILL in the middle of a save: the run goes on on
-    3 ranks, is killed again, and ends on 2. Beside it the same run goes on one rank, never stopped,
-    and weights and optimizer end with the same bits. A minute on two cores; no network, no GPU, and
-    nothing is left on the disk.
+    Each rank loads its share of MiniLM (22.7 million parameters), which learns to fill in masked
+    words of the standard library's docstrings. All ranks get SIGKILL in the middle of a save. The
+    run resumes on 3 ranks, is killed again, and finishes on 2. A second run on one rank is never
+    interrupted. Both end with the same weights and optimizer state, bit for bit. Takes a minute on
+    two cores, needs no network and no GPU, and leaves nothing on disk.
 
     Exits with 1 if a loss or a bit differs, if the loss rose, or if a sample was not seen exactly
     once.
@@ -63,10 +63,12 @@ def command(as_json: bool) -> None:
     from anyrank.cli.console import err, out, write
 
     weights = find_weights()
-    # An exit, before which ranks are ended and files removed.
+    # SIGTERM becomes an exit, which ends the ranks and removes the files first.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with err().status("training on 4, 3 and 2 ranks, and on one; a minute"):
+        with err().status(
+            "training on 4, 3 and 2 ranks, and on 1 for comparison; takes about a minute"
+        ):
             results = run(weights)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -79,7 +81,7 @@ def command(as_json: bool) -> None:
 
 
 def find_weights() -> str:
-    """The folder of the weights; nothing is imported to find it.
+    """Return the folder of the weights, without importing the package that contains it.
 
     Raises:
         MissingPackage: transformers, or the package of the weights, is not installed.
@@ -94,18 +96,18 @@ def find_weights() -> str:
 
 
 def run(weights: str) -> dict[str, Any]:
-    """The results of both runs, compared; see `demo_runs`.
+    """Run both runs of `demo_runs`, compare them, and return the results.
 
     Raises:
-        AnyrankError: a rank failed, or `torchrun.LIMIT_SEC` have passed.
+        AnyrankError: a rank failed, or the runs took longer than `torchrun.LIMIT_SEC`.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="anyrank-demo-") as scratch:
         runs = [sys.executable, "-m", "anyrank.cli.demo_runs", str(os.getpid()), weights, scratch]
         log = os.path.join(scratch, "log")
-        code = torchrun.run_to_end(runs, log, os.environ | RANK_SETTINGS, "the demo did not end")
+        code = torchrun.run_to_end(runs, log, os.environ | RANK_SETTINGS, "the demo did not finish")
         if code:
-            text = f"the demo failed with exit code {code}; {torchrun.tail(log)}"
+            text = f"the demo failed with exit code {code}. {torchrun.tail(log)}"
             raise AnyrankError(text)
         with open(os.path.join(scratch, RESULTS), encoding="utf-8") as file:
             results: dict[str, Any] = json.load(file)
@@ -114,18 +116,18 @@ def run(weights: str) -> dict[str, Any]:
 
 
 def findings_of(results: dict[str, Any]) -> list[str]:
-    """The findings, as sentences."""
+    """Return a sentence for each difference from what the demo promises."""
     findings: list[str] = []
     losses = results["losses"]
     if losses != results["reference"]:
         findings.append(
-            f"losses differ from those of one rank: {losses} and {results['reference']}"
+            f"losses differ from those on one rank: {losses} and {results['reference']}"
         )
     if not sum(losses[-3:]) < sum(losses[:3]):
         findings.append(f"the loss rose: {losses}")
     if results["sha256"] != results["reference_sha256"]:
         both = f"SHA-256 {results['sha256']} and {results['reference_sha256']}"
-        findings.append(f"weights and optimizer differ from those of one rank: {both}")
+        findings.append(f"weights and optimizer state differ from those on one rank: {both}")
     wrong = [row for row in results["receipts"] if not row[2].startswith("exactly once")]
     if wrong or not results["receipts"]:
         findings.append(f"samples were not seen exactly once: {results['receipts']}")
@@ -133,27 +135,29 @@ def findings_of(results: dict[str, Any]) -> list[str]:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """The results of `run` as lines, the title first."""
+    """Return the lines that show the results of `run`; the first is the title."""
     losses, loaded = results["losses"], results["loaded"]
     size = f"{results['parameters']:,} parameters, {in_units(results['weights_bytes'])}"
     naive, peaks = results["load_file_bytes"], loaded["peak_host_bytes"]
     seen = ", ".join(f"epoch {epoch}: {n} {how}" for epoch, n, how in results["receipts"])
     counts = " -> ".join(str(leg["ranks"]) for leg in results["legs"])
-    same = "the same" if results["sha256"] == results["reference_sha256"] else "another"
+    same = "the same" if results["sha256"] == results["reference_sha256"] else "a different"
     lines = [
         f"all-MiniLM-L6-v2: {size}; torch {results['torch']}",
-        f"  load      {in_units(max(peaks))} at the peak of a rank of {len(peaks)}; a built model "
-        f"and load_file take {in_units(naive)} on every rank",
-        f"  train     {len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last",
+        f"  load      peak {in_units(max(peaks))} per rank on {count(len(peaks), 'rank')}; "
+        f"building the model and calling load_file takes {in_units(naive)} on every rank",
+        f"  train     {len(losses)} steps, loss {losses[0]:.2f} at the start, {losses[-1]:.2f} at "
+        "the end",
     ]
     for leg in results["legs"]:
         killed = leg["killed_in_save_of"]
-        end = "to the end" if killed is None else f"SIGKILL while step {killed} was saved"
+        end = "to the end" if killed is None else f"killed (SIGKILL) while saving step {killed}"
         lines.append(f"    {count(leg['ranks'], 'rank')}  from step {leg['from_step']}, {end}")
     return [
         *lines,
         f"  resume    {results['resumed']['seconds']:.2f} s; samples of {seen}",
-        f"  one rank  never stopped: {same} SHA-256 of weights and optimizer as on {counts} ranks",
+        f"  one rank  uninterrupted: {same} SHA-256 of weights and optimizer state as on {counts} "
+        "ranks",
         f"            {results['sha256']}",
-        f"  took      {results['seconds']:.0f} s",
+        f"  total     {results['seconds']:.0f} s",
     ]

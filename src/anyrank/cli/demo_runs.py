@@ -1,8 +1,9 @@
-"""The runs of `anyrank demo`, in one process from which all their ranks are forked.
+"""The runs of `anyrank demo`: one process forks all their ranks.
 
-Started as `python -m anyrank.cli.demo_runs PARENT WEIGHTS FOLDER`, where PARENT is the command's
-process. It imports what the training script does once, which takes each of ten ranks 6 s. Until the
-last rank is forked it runs no tensor operation and starts no thread, so that forking is safe.
+Started as `python -m anyrank.cli.demo_runs PARENT WEIGHTS FOLDER`, where PARENT is the process of
+the command. The process imports the packages of the training script once, which would take each of
+ten ranks 6 s. Until it has forked the last rank, it runs no tensor operation and starts no thread,
+so that forking is safe.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from anyrank.tools.inspect.inspect import inspect
 from anyrank.tools.inspect.stream import boxes_of, open_values
 
 SCRIPT = "finetune.py"
-STEPS, SAVE_STEPS, ROWS = 6, 1, 36  # of training, between two saves, of the dataset: two epochs
-LEGS = ((4, 2), (3, 4), (2, None))  # ranks, and the step in whose save they are killed
+STEPS, SAVE_STEPS, ROWS = 6, 1, 36  # steps of the run, steps per save, samples: two epochs
+LEGS = ((4, 2), (3, 4), (2, None))  # ranks, and the step during whose save they are killed
 POLL_SEC = 0.01
-Ranks = Any  # torch.multiprocessing's ProcessContext, which has no types
+Ranks = Any  # torch.multiprocessing's ProcessContext, which has no type hints
 
 
 def main(weights: str, scratch: str) -> None:
-    """Both runs, compared; the results are a JSON file in the folder `scratch`."""
+    """Run both runs, and write the results as a JSON file to the folder `scratch`."""
     train = runpy.run_path(_find_script())["main"]
-    for name in anyrank.__all__:  # its modules are imported when they are first used
+    for name in anyrank.__all__:  # which imports its module before the fork
         getattr(anyrank, name)
-    gc.freeze()  # no rank looks for garbage among what is imported
+    gc.freeze()  # so that no rank searches imported modules for garbage
     moved, alone = (os.path.join(scratch, name) for name in ("moved", "alone"))
     single = _start_ranks(1, train, weights, alone)
     legs = _run_with_kills(train, weights, moved)
@@ -73,20 +74,20 @@ def main(weights: str, scratch: str) -> None:
 
 
 def _find_script() -> str:
-    """The training script, from the package or the checkout."""
+    """Return the path of the training script, in the package or the checkout."""
     inside = files("anyrank").joinpath("cli", SCRIPT)
     example = Path(__file__).parents[3] / "examples" / SCRIPT
     for path in (inside, example):
         if path.is_file():
             return str(path)
-    raise AnyrankError(f"{SCRIPT} is missing in the package: reinstall anyrank")
+    raise AnyrankError(f"{SCRIPT} is missing from the package. Reinstall anyrank")
 
 
 # -- ranks ----------------------------------------------------------------------------------------
 
 
 def _start_ranks(ranks: int, train: Callable[[], None], weights: str, folder: str) -> Ranks:
-    """Fork ranks that train, from where the folder's run stopped."""
+    """Fork ranks that train and continue the run in the folder."""
     flags = [
         SCRIPT,
         f"--weights={weights}",
@@ -109,7 +110,7 @@ def _start_ranks(ranks: int, train: Callable[[], None], weights: str, folder: st
 
 
 def _exact_wrapper() -> str:
-    """The wrapper to train with: exact=True under FSDP2 needs torch 2.13."""
+    """Return the wrapper to train with: exact=True with FSDP2 needs torch 2.13."""
     from torch.torch_version import TorchVersion, __version__
 
     return "fsdp2" if __version__ >= TorchVersion("2.13") else "ddp"
@@ -118,9 +119,9 @@ def _exact_wrapper() -> str:
 def _rank(
     rank: int, ranks: int, parent: int, train: Callable[[], None], flags: list[str], port: Any
 ) -> None:
-    """One rank from fork to exit: the environment is as torchrun gives it to a script."""
+    """Run one rank from fork to exit, in the environment that torchrun sets for a script."""
     end_with(parent, signal.SIGKILL)
-    if rank == 0:  # the first rank's store takes a free port, of which it tells the others
+    if rank == 0:  # the store of rank 0 takes a free port, and rank 0 sends it to the others
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         for _ in range(ranks):
             port.put(store.port)
@@ -135,7 +136,7 @@ def _rank(
 def _run_with_kills(
     train: Callable[[], None], weights: str, folder: str
 ) -> list[dict[str, int | None]]:
-    """Train on 4, 3 and 2 ranks; the first two legs end by SIGKILL at a random moment of a save."""
+    """Train on 4, 3 and 2 ranks; SIGKILL ends the first two legs at a random moment of a save."""
     legs: list[dict[str, int | None]] = []
     for count, kill_at in LEGS:
         newest = max(committed(folder), default=0)
@@ -146,7 +147,9 @@ def _run_with_kills(
                 pass
         else:
             _wait_for_save(ranks, folder, kill_at)
-            torchrun.send(signal.SIGSTOP, ranks.pids())  # first, so that none notices a death
+            torchrun.send(
+                signal.SIGSTOP, ranks.pids()
+            )  # first, so that no rank notices the death of another
             torchrun.send(signal.SIGKILL, ranks.pids())
             for process in ranks.processes:
                 process.join()
@@ -154,7 +157,7 @@ def _run_with_kills(
 
 
 def _wait_for_save(ranks: Ranks, folder: str, step: int) -> None:
-    """Return a random moment after the save of a step has begun, which may be over by then.
+    """Wait until a random moment after the save of a step has started; it may be over by then.
 
     Raises:
         Exception: a rank failed.
@@ -162,12 +165,12 @@ def _wait_for_save(ranks: Ranks, folder: str, step: int) -> None:
     sign = step_name(step)
     while not (os.path.isdir(folder) and any(n.startswith(sign) for n in os.listdir(folder))):
         if ranks.join(timeout=POLL_SEC):
-            raise AnyrankError(f"the run ended before step {step} was saved")
+            raise AnyrankError(f"the run ended before it saved step {step}")
     time.sleep(random.random() * 0.2)  # noqa: S311
 
 
 def committed(folder: str) -> list[int]:
-    """The committed steps of a run."""
+    """Return the committed steps of a run."""
     return [saved.step for saved in steps_in(folder)]
 
 
@@ -175,7 +178,7 @@ def committed(folder: str) -> list[int]:
 
 
 def load_file_peak(weights: str) -> int:
-    """Bytes of host memory of a built model and `load_file`, as on every rank of a plain job."""
+    """Return the peak bytes of host memory to build a model and call `load_file`."""
     from safetensors.torch import load_file
     from transformers import BertConfig, BertModel
 
@@ -187,7 +190,7 @@ def load_file_peak(weights: str) -> int:
 
 
 def sha256_of(folder: str) -> str:
-    """SHA-256 of all tensors in a run's newest step: weights and optimizer state."""
+    """Return the SHA-256 of the weights and the optimizer state in a run's newest step."""
     path = os.path.join(folder, step_name(max(committed(folder))))
     storage, digest = storage_for(path), hashlib.sha256()
     listing = open_step(storage, path, read_manifest(storage, path)).listing
@@ -195,7 +198,9 @@ def sha256_of(folder: str) -> str:
         for name, stored in sorted(listing.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
             for box in boxes_of(stored):
-                part = values.read(stored, box)  # kept, because its memory is only read
+                part = values.read(
+                    stored, box
+                )  # kept in a variable, because the digest only reads its memory
                 digest.update(memory_of(part))
     return digest.hexdigest()
 

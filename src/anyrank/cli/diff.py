@@ -1,4 +1,4 @@
-"""`anyrank diff`: what differs between two sources."""
+"""`anyrank diff`: the differences between two sources."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import click
     "--ignore",
     multiple=True,
     metavar="PATTERN",
-    help="A part or names to leave out; may be given several times.",
+    help="Ignore a part, or tensors of this pattern. May be repeated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The whole report as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole report as a JSON object.")
 def command(a: str, b: str, ignore: tuple[str, ...], as_json: bool) -> None:
     """Compare the weights of A and B, of any formats, by names, shapes, dtypes and values.
 
-    Two runs are compared step by step, with all that they hold. Exit status 1 if anything differs.
+    Two runs are compared step by step, including optimizers and other state. Exits with 1 if
+    anything differs.
     """
     from anyrank.cli.console import show
     from anyrank.tools.inspect.diff import diff

@@ -1,4 +1,4 @@
-"""`anyrank inspect`: the contents of a file or a folder."""
+"""`anyrank inspect`: the tensors of a file or a folder."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import click
 
 @click.command("inspect")
 @click.argument("path")
-@click.option("--all", "show_all", is_flag=True, help="One row a tensor; layers are not collapsed.")
-@click.option("--quiet", is_flag=True, help="Only the names of the tensors, one a line.")
-@click.option("--json", "as_json", is_flag=True, help="The whole inspection as a JSON object.")
+@click.option(
+    "--all", "show_all", is_flag=True, help="Print a row per tensor; do not group layers."
+)
+@click.option("--quiet", is_flag=True, help="Print only tensor names, one per line.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as a JSON object.")
 @click.option("--plot", metavar="FILE", help="Draw a run's loss and rank counts: .svg, .png, .pdf.")
 def command(path: str, show_all: bool, quiet: bool, as_json: bool, plot: str | None) -> None:
-    """Show the tensors of PATH, from its headers alone.
+    """List the tensors in PATH.
 
     PATH is a file (.safetensors, .pt, .pth, .bin, .ckpt), a Hugging Face, DCP or anyrank folder,
-    or a URL. It is never loaded, and no code in it runs.
+    or a URL. Reads only headers: no weights are loaded, and no code in the file runs.
     """
     from anyrank.cli.console import out, write
     from anyrank.tools.inspect.inspect import inspect, notes, summary, tensor_rows

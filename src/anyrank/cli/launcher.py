@@ -1,4 +1,4 @@
-"""Run torchrun as a child that ends with its command and returns the script's exit code.
+"""Run torchrun as a child that ends with its parent and returns the exit code of the script.
 
 Started as `python -m anyrank.cli.launcher PARENT ARGUMENTS`, where PARENT is the command's process
 and ARGUMENTS are torchrun's own.
@@ -15,11 +15,11 @@ import sys
 from anyrank.settings import PEERS_FOLDER
 
 PR_SET_PDEATHSIG = 1
-SIGNALLED = 128  # exit codes of processes ended by a signal are 128 + its number, as in shells
+SIGNALLED = 128  # the exit code of a process that signal N ended is 128 + N, as in shells
 
 
 def main(parent: int, arguments: list[str]) -> int:
-    """Run torchrun to its end; return the exit code of the script's first failed rank, or 0."""
+    """Run torchrun to its end; return the exit code of the first rank that failed, or 0."""
     if not end_with(parent):
         return SIGNALLED + signal.SIGTERM
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -30,7 +30,7 @@ def main(parent: int, arguments: list[str]) -> int:
         try:
             torchrun(arguments)
         finally:
-            if os.getppid() != parent:  # killed, so it cannot end its children itself
+            if os.getppid() != parent:  # the parent was killed, so it cannot remove the folder
                 shutil.rmtree(os.environ.get(PEERS_FOLDER, ""), ignore_errors=True)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
@@ -42,7 +42,7 @@ def main(parent: int, arguments: list[str]) -> int:
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGTERM) -> bool:
-    """Send a signal to this process when its parent ends; a launcher passes it on. Linux only.
+    """Send a signal to this process when its parent ends; a launcher forwards it. Linux only.
 
     Returns:
         False if the parent has ended already.
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     exit_code = main(int(sys.argv[1]), sys.argv[2:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # the next attempt waits; taking torch apart took 1.8 s on busy cores
+    os._exit(exit_code)  # the next attempt waits; unloading torch took 1.8 s on busy cores

@@ -1,4 +1,4 @@
-"""`anyrank run`: run a script under torchrun, and restart it on other rank counts if it fails."""
+"""`anyrank run`: run a script under torchrun; if it fails, restart it on another rank count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 
 from anyrank.cli import torchrun
 from anyrank.cli.launcher import SIGNALLED
-from anyrank.cli.run_memory import outliving
+from anyrank.cli.run_memory import surviving_memory
 from anyrank.watching.options import read_options
 from anyrank.watching.system import descendants
 from anyrank.wording import count
@@ -30,8 +30,8 @@ class Attempt:
     """One start of the script.
 
     Attributes:
-        ranks: number of processes.
-        exit_code: exit code of the script, from the first rank that failed.
+        ranks: number of ranks on this machine.
+        exit_code: exit code of the first rank that failed, or 0.
         seconds: duration.
     """
 
@@ -43,21 +43,29 @@ class Attempt:
 # Arguments after the script belong to the script, even if they look like options of this command.
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--ranks", type=click.IntRange(1), help="Processes.  [default: one an accelerator, else 1]"
+    "--ranks",
+    type=click.IntRange(1),
+    help="Number of ranks.  [default: one per accelerator, or 1]",
 )
 @click.option(
     "--then",
     multiple=True,
     type=click.IntRange(1),
-    help="Ranks to go on with when the script has failed; may be given several times.",
+    help="Rank count for the restart after a failure. May be repeated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="What was run, as a JSON object at the end.")
 @click.option(
-    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as of python -m."
+    "--json", "as_json", is_flag=True, help="Print all attempts as a JSON object at the end."
 )
-@click.option("--watch", metavar="TIME", help="Name the rank that holds up the job after TIME.")
-@click.option("--exit", "is_exit", is_flag=True, help="With --watch: end the job then, with 124.")
-@click.option("--report", metavar="PATH", help="With --watch: write the findings as JSON.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module name, as for python -m.")
+@click.option(
+    "--watch",
+    metavar="TIME",
+    help="If no rank completes a step for TIME, name the rank that blocks the others.",
+)
+@click.option(
+    "--exit", "is_exit", is_flag=True, help="With --watch: then end the job with exit code 124."
+)
+@click.option("--report", metavar="PATH", help="With --watch: write the verdict to PATH as JSON.")
 @torchrun.machine_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -73,17 +81,17 @@ def command(
     arguments: tuple[str, ...],
     **machines: str | None,
 ) -> None:
-    """Run SCRIPT with its ARGUMENTS on this machine, one process a rank, as torchrun does.
+    """Run SCRIPT with its ARGUMENTS on this machine, one process per rank, as torchrun does.
 
-    On several machines, start it on each of them, with torchrun's own flags; --ranks and --then
-    count the processes of one machine.
+    To use several machines, run the same command on each of them with torchrun's own flags. --ranks
+    and --then are numbers of ranks per machine.
 
-    When it fails it is started again on the next number of ranks given with --then: a script that
-    resumes goes on where its last checkpoint is. SIGTERM is passed on, and ends the attempts. The
-    exit code is the script's, and 128 and the number of the signal where a signal ended it.
+    If the script fails, it is restarted on the next rank count given with --then; a script that
+    resumes continues from its last checkpoint. SIGTERM is forwarded to the script, and ends the
+    restarts. The exit code is that of the script, or 128 + N if signal N ended it.
 
-    --watch 60s names the rank and the line that hold up the job when no rank has made a step for
-    that time, as anyrank.watch in the script does.
+    With --watch 60s, if no rank completes a step for 60 s, the command prints which rank blocks the
+    others, and on which line. anyrank.watch does the same from inside a script.
     """
     from anyrank.cli.console import err
 
@@ -92,11 +100,11 @@ def command(
         options = json.dumps(_options(watch, is_exit, report))
         program = ("-m", "anyrank.watching.launched", options, *program)
     elif is_exit or report is not None:
-        raise click.UsageError("--exit and --report go with --watch TIME")
-    torchrun.meeting_place(machines)  # a wrong one before anything is started
+        raise click.UsageError("--exit and --report require --watch TIME")
+    torchrun.describe_rendezvous(machines)  # raises for wrong flags before anything is started
     first = ranks or _count_devices()
     attempts: list[Attempt] = []
-    with outliving() as memory:
+    with surviving_memory() as memory:
         for number in (first, *then):
             if attempts:
                 last = attempts[-1]
@@ -122,19 +130,21 @@ def _run_once(
     machines: Mapping[str, str | None],
     variables: Mapping[str, str],
 ) -> tuple[Attempt, bool]:
-    """Start the script once, with these environment variables added to the command's own.
+    """Start the script once, and wait for its end.
 
     Args:
-        ranks, program, machines, variables: the attempt's own; the program is a script, or -m and a
-            module, with its arguments.
+        ranks: number of ranks on this machine.
+        program: a script, or -m and a module, with its arguments.
+        machines: values of torchrun's flags for several machines.
+        variables: environment variables that are added to those of this process.
 
     Returns:
         The attempt, and whether SIGTERM or Ctrl-C stopped it.
     """
-    full = torchrun.across(torchrun.line(ranks, *program), machines)
+    full = torchrun.add_machine_flags(torchrun.launch_command(ranks, *program), machines)
     start = time.perf_counter()
     stopped: list[int] = []
-    process = subprocess.Popen(full, env={**environ(ranks), **variables})  # noqa: S603 - the user's own script
+    process = subprocess.Popen(full, env={**script_environment(ranks), **variables})  # noqa: S603 - the user's script
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
@@ -144,7 +154,7 @@ def _run_once(
         number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        _tell_of_waiting(process, torchrun.meeting_place(machines))
+        _report_waiting(process, torchrun.describe_rendezvous(machines))
         code = process.wait()
     finally:
         for number, handler in before.items():
@@ -153,10 +163,10 @@ def _run_once(
     return Attempt(ranks, code, time.perf_counter() - start), bool(stopped)
 
 
-def _tell_of_waiting(process: subprocess.Popen[bytes], meeting: str | None) -> None:
-    """Report the address that a machine waits for when it has started no rank.
+def _report_waiting(process: subprocess.Popen[bytes], meeting: str | None) -> None:
+    """If no rank has started after a while, print which machines this one waits for.
 
-    torchrun waits silently.
+    torchrun itself waits silently.
     """
     from anyrank.cli.console import err
 
@@ -166,14 +176,14 @@ def _tell_of_waiting(process: subprocess.Popen[bytes], meeting: str | None) -> N
     except subprocess.TimeoutExpired:
         if not descendants(process.pid):
             err().print(
-                f"anyrank: no rank has started after {WAIT_SEC} s: this is {meeting}: start the "
-                "command on each of them, which must reach that address",
+                f"anyrank: no rank has started after {WAIT_SEC} s. This is {meeting}. Start the "
+                "same command on every machine, and check that each can reach that address.",
                 markup=False,
             )
 
 
 def _options(watch: str, is_exit: bool, report: str | None) -> dict[str, Any]:
-    """The arguments of `anyrank.watch`; wrong ones raise a usage error."""
+    """Return the arguments of `anyrank.watch`; wrong ones raise a usage error."""
     try:
         after_sec, path = read_options(watch, is_exit, report)
     except ValueError as error:
@@ -181,14 +191,14 @@ def _options(watch: str, is_exit: bool, report: str | None) -> dict[str, Any]:
     return {"after": after_sec, "exit": is_exit, "report": path}
 
 
-def environ(ranks: int) -> dict[str, str]:
-    """The script's environment, with the cores divided among the ranks' threads."""
+def script_environment(ranks: int) -> dict[str, str]:
+    """Return the environment of the script, with the cores divided among the threads of ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)), **os.environ}
 
 
 def _count_devices() -> int:
-    """Count the accelerators of this machine; 1 if it has none."""
+    """Return the number of accelerators of this machine; 1 if it has none."""
     import torch
 
     return max(1, torch.accelerator.device_count())

@@ -1,7 +1,7 @@
-"""Memory that outlives the ranks of `anyrank run`: a folder in this machine's tmpfs.
+"""Memory that outlives the ranks of `anyrank run`: a folder in the tmpfs of this machine.
 
-Its owner holds a lock on it, which ends with the process however that ends. A free lock therefore
-marks a folder whose owner was killed; the next `anyrank run` removes it at the latest.
+The owner of a folder holds a lock on it, which the kernel releases when the owner ends in any way.
+A folder whose lock is free has therefore lost its owner, and the next `anyrank run` removes it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Generator
 
 from anyrank.settings import PEERS_FOLDER
 
-TMPFS = "/dev/shm"  # noqa: S108 - folders in it are made by mkdtemp, for this user alone
+TMPFS = "/dev/shm"  # noqa: S108 - mkdtemp makes its folders, for this user only
 PREFIX = "anyrank-run-"
 
 
 @contextlib.contextmanager
-def outliving(tmpfs: str = TMPFS) -> Generator[dict[str, str]]:
-    """Yield the variables by which ranks find a folder in memory that is removed at the end.
+def surviving_memory(tmpfs: str = TMPFS) -> Generator[dict[str, str]]:
+    """Yield the environment variables that tell ranks a folder in memory; remove it at the end.
 
-    Yields none where this machine has no such memory.
+    Yields no variables if this machine has no such memory.
     """
     if not os.access(tmpfs, os.W_OK | os.X_OK):
         yield {}
@@ -41,7 +41,7 @@ def outliving(tmpfs: str = TMPFS) -> Generator[dict[str, str]]:
 
 
 def _sweep(tmpfs: str) -> None:
-    """Remove the folders of owners that were killed."""
+    """Remove folders whose owners were killed."""
     for entry in os.scandir(tmpfs):
         if (
             entry.name.startswith(PREFIX)
@@ -54,7 +54,7 @@ def _sweep(tmpfs: str) -> None:
 
 
 def _lock(path: str) -> int | None:
-    """A descriptor that holds the lock of a folder; None if the folder is gone or in use."""
+    """Return a descriptor that holds a folder's lock; None if the folder is gone or in use."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""`anyrank stacks`: find the rank of a running job that holds up the others, and where."""
+"""`anyrank stacks`: find the rank of a running job that blocks the other ranks, and where."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import click
 
 
 @click.command("stacks")
-@click.option("--json", "as_json", is_flag=True, help="The ranks, and who holds them up, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ranks and the verdict as JSON.")
 @click.argument("pid", required=False, type=click.IntRange(1))
 def command(pid: int | None, as_json: bool) -> None:
-    """Say which rank of a job holds up the others, and at which line.
+    """Show which rank of a running job blocks the other ranks, and on which line.
 
-    PID is the process of torchrun, or of one of its ranks on this machine; without it, the only job
-    that runs here. The job needs nothing of anyrank, and goes on. py-spy reads the stacks; without
-    it, the processes are named. Exit status 1 if a rank is named that holds up the others.
+    PID is the torchrun process, or one of its ranks on this machine. It may be omitted if only one
+    job runs here. The job need not use anyrank, and continues to run. py-spy reads the stacks; if
+    it is not installed, only the processes are listed. Exits with 1 if a blocking rank is found.
     """
     from anyrank.cli.console import out, write
     from anyrank.watching.job import describe, find_job, look_at_job

@@ -1,4 +1,4 @@
-"""Ranks on this machine: torchrun's command line, and the start and end of processes."""
+"""torchrun's command line, and the start and end of the processes on this machine."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import click
 from anyrank.errors import AnyrankError
 from anyrank.watching.system import descendants
 
-# torchrun's own flags; its help explains them in detail.
+# torchrun's flags for several machines; its help explains them in detail.
 MACHINE_FLAGS = {
-    "nnodes": "Machines, or MIN:MAX; for the flags of several machines see torchrun.",
-    "node-rank": "This machine's number, from 0.",
+    "nnodes": "Number of machines, or MIN:MAX. torchrun explains these flags.",
+    "node-rank": "Rank of this machine, counted from 0.",
     "master-addr": "Address of machine 0.",
-    "master-port": "A free port of machine 0.",
-    "rdzv-backend": "How machines find each other: static, c10d.",
-    "rdzv-endpoint": "HOST:PORT where they meet.",
-    "rdzv-id": "The job's name there.",
-    "rdzv-conf": "KEY=VALUE,...",
+    "master-port": "Free port of machine 0.",
+    "rdzv-backend": "Rendezvous backend: static or c10d.",
+    "rdzv-endpoint": "Rendezvous endpoint, HOST:PORT.",
+    "rdzv-id": "Rendezvous id: the name of the job.",
+    "rdzv-conf": "Rendezvous options, KEY=VALUE,...",
 }
 LIMIT_SEC = 900
-TAIL_LINES = 50  # about twenty of them are torchrun's own
+TAIL_LINES = 50  # about twenty of them are from torchrun itself
 
 
-def line(ranks: int, *program: str) -> list[str]:
-    """The command that runs a program, a script or `-m` and a module, on ranks of this machine.
+def launch_command(ranks: int, *program: str) -> list[str]:
+    """Return the command that runs a program (a script, or `-m` and a module) on ranks.
 
-    Its exit code is the program's, and it ends when this process does.
+    The command exits with the code of the program, and ends when this process does.
     """
     launcher = [sys.executable, "-m", "anyrank.cli.launcher", str(os.getpid()), "--standalone"]
     return [*launcher, f"--nproc-per-node={ranks}", *program]
@@ -46,12 +46,12 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[str]:
-    """The command of `line` for one of several machines, if any flag is given.
+def add_machine_flags(command: Sequence[str], machines: Mapping[str, str | None]) -> list[str]:
+    """Return the command with the flags for several machines; unchanged if none is set.
 
     Args:
-        command: as returned by `line`.
-        machines: values of MACHINE_FLAGS by parameter name; None for a flag that was not given.
+        command: as returned by `launch_command`.
+        machines: values of MACHINE_FLAGS by parameter name; None for a flag that is not set.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in machines.items() if value]
     if not flags:
@@ -60,15 +60,18 @@ def across(command: Sequence[str], machines: Mapping[str, str | None]) -> list[s
     return [*command[:position], *flags, *command[position + 1 :]]
 
 
-def meeting_place(machines: Mapping[str, str | None]) -> str | None:
-    """Describe where the machines of a job meet; None for one machine, or if torchrun refuses it.
+def describe_rendezvous(machines: Mapping[str, str | None]) -> str | None:
+    """Return a text for "This is ...", which says which machines wait for each other, and where.
+
+    Returns None for one machine, and for flags that torchrun itself rejects.
 
     Args:
-        machines: as for `across`. torchrun has PET_MASTER_ADDR and the like for a flag not given.
+        machines: as for `add_machine_flags`. For a flag that is not set, torchrun reads an
+            environment variable, such as PET_MASTER_ADDR.
 
     Raises:
-        UsageError: machines that could only wait for each other: none has the others' address, or
-            this one's number is not among theirs.
+        UsageError: the machines would wait forever, because no address is set, or because the rank
+            of this machine is out of range.
     """
 
     def flag_of(name: str) -> str:
@@ -81,7 +84,7 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
     most, number = map(int, texts)
     if machines.get("node_rank") and number >= max(most, 1):
         raise click.UsageError(
-            f"--node-rank {number} is no number of --nnodes {nnodes}: machines are numbered from 0"
+            f"--node-rank {number}: must be less than the number of machines, --nnodes {nnodes}"
         )
     if most < 2:
         return None
@@ -91,27 +94,27 @@ def meeting_place(machines: Mapping[str, str | None]) -> str | None:
     if not address:
         missing = "--master-addr" if backend == "static" else "--rdzv-endpoint"
         raise click.UsageError(
-            f"--nnodes {nnodes} without {missing}: each machine would wait for the others at "
-            f"itself: start on each `anyrank run --nnodes {nnodes} --node-rank N --master-addr "
-            "HOST ...`, where N counts from 0 and HOST is machine 0, or `--rdzv-backend c10d "
-            "--rdzv-endpoint HOST:PORT ...`"
+            f"--nnodes {nnodes} needs {missing}; without it, each machine waits for the others at "
+            f"its own address. On every machine, run `anyrank run --nnodes {nnodes} --node-rank N "
+            "--master-addr HOST ...`, where N is 0 on the first machine, and HOST is its address. "
+            "Or use `--rdzv-backend c10d --rdzv-endpoint HOST:PORT ...`"
         )
-    return f"machine {number} of --nnodes {nnodes}, waits for the others at {address}"
+    return f"machine {number} (--nnodes {nnodes}), waiting for the others at {address}"
 
 
 def program_of(
     command: str, is_module: bool, script: str, arguments: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the program that a launcher takes: a script, or `-m` and a module, with its arguments.
+    """Return the program that a launcher runs: a script, or `-m` and a module, with its arguments.
 
-    A leading `--` among the arguments is the command's own.
+    Drops a leading `--` of the arguments, which belongs to the command.
 
     Raises:
-        BadParameter: there is no such script.
+        BadParameter: the script does not exist.
     """
     if not is_module and not os.path.isfile(script):
         raise click.BadParameter(
-            f"File '{script}' does not exist; a module takes -m: anyrank {command} -m {script}",
+            f"File '{script}' does not exist. To run a module, use: anyrank {command} -m {script}",
             param_hint="'SCRIPT'",
         )
     program = (script, *(arguments[1:] if arguments[:1] == ("--",) else arguments))
@@ -119,18 +122,18 @@ def program_of(
 
 
 def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], late: str) -> int:
-    """Run ranks to their end, with their output in a file; returns the exit code.
+    """Run ranks to their end, write their output to a file, and return the exit code.
 
-    Ctrl-C does not reach them. No process is left when this returns or raises.
+    Ctrl-C does not reach the ranks. No process is left when this returns or raises.
 
     Args:
-        command: as returned by `line`, or of a process that forks ranks.
-        log: the file.
+        command: as returned by `launch_command`, or that of a process that forks ranks.
+        log: path of the file for the output.
         environ: all environment variables.
-        late: beginning of the error if they take too long, such as "no optimizer step".
+        late: start of the error text if the ranks take too long, such as "x.py took no step".
 
     Raises:
-        AnyrankError: they took longer than LIMIT_SEC; with the last lines of the output.
+        AnyrankError: the ranks ran longer than LIMIT_SEC; the error shows their last lines.
     """
     with open(log, "wb") as file:
         process = subprocess.Popen(  # noqa: S603 - this Python, and no text from outside
@@ -139,20 +142,20 @@ def run_to_end(command: Sequence[str], log: str, environ: Mapping[str, str], lat
         try:
             return process.wait(LIMIT_SEC)
         except subprocess.TimeoutExpired as error:
-            raise AnyrankError(f"{late} within {LIMIT_SEC} s; {tail(log)}") from error
+            raise AnyrankError(f"{late} within {LIMIT_SEC} s. {tail(log)}") from error
         finally:
             _kill_all(process)
 
 
 def tail(log: str) -> str:
-    """The last lines that a program has printed into a file, as part of a sentence."""
+    """Return a sentence with the last lines that a program printed to a file."""
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = "".join(file.readlines()[-TAIL_LINES:])
-    return f"its last lines:\n{lines}" if lines.strip() else "it printed nothing"
+    return f"Its last lines:\n{lines}" if lines.strip() else "It printed nothing"
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all its descendants with SIGKILL, so that none can clean up."""
+    """Kill a process and all its descendants with SIGKILL."""
     if process.poll() is not None:
         return
     doomed = [process.pid, *descendants(process.pid)]
