@@ -2,7 +2,7 @@
 
 A rank waits in its oldest call that has not ended. If ranks made different calls in a group, the
 majority is right, and the others block the job. Otherwise, the culprit is the rank that others wait
-for and that waits for no rank itself. A rank that works may let others wait, but that is not a hang.
+for and that waits for no rank itself. A job in which a rank is at work does not hang.
 """
 
 from __future__ import annotations
