@@ -49,7 +49,7 @@ class MissingPackage(click.ClickException):
 @click.command("demo")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as a JSON object.")
 def command(as_json: bool) -> None:
-    """Load a real model on 4 ranks, train it, kill it, and resume it on 3 and then 2.
+    """Load a real model on 4 ranks, train it, kill it, resume it on 3, then on 2.
 
     Each rank loads its share of MiniLM (22.7 million parameters), which learns to fill in masked
     words of the standard library's docstrings. All ranks get SIGKILL in the middle of a save. The

@@ -14,7 +14,7 @@ import click
     "--ignore",
     multiple=True,
     metavar="PATTERN",
-    help="Ignore a part, or tensors of this pattern. May be repeated.",
+    help="Part of the state, or pattern of names, to ignore. May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the whole report as a JSON object.")
 def command(a: str, b: str, ignore: tuple[str, ...], as_json: bool) -> None:

@@ -63,7 +63,7 @@ class Attempt:
     help="If no rank completes a step for TIME, name the rank that blocks the others.",
 )
 @click.option(
-    "--exit", "is_exit", is_flag=True, help="With --watch: then end the job with exit code 124."
+    "--exit", "is_exit", is_flag=True, help="With --watch: also end the job with exit code 124."
 )
 @click.option("--report", metavar="PATH", help="With --watch: write the verdict to PATH as JSON.")
 @torchrun.machine_options

@@ -205,5 +205,5 @@ def _differing(known: Known, tables: str) -> dict[str, RanksByText]:
 def _where(lines: Mapping[str, RanksByText]) -> str:
     """Return the first names, and the groups of ranks that differ in the first one."""
     first, *others = next(iter(lines.values())).values()
-    verb = "differs" if len(first) == 1 else "differ"
+    verb = "differs" if first.count == 1 else "differ"
     return f"{some(lines)}; {name_ranks(first)} {verb} from {', '.join(map(name_ranks, others))}"

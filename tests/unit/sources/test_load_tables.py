@@ -382,7 +382,7 @@ def test_a_dict_for_several_files_takes_no_other_table_for_meant(tmp_path: Path)
 def test_a_table_that_was_not_chosen_may_hold_weights(tmp_path: Path) -> None:
     torch.save({"model": table(RAW), "ema": table(EMA), "optimizer": table(EMA)}, tmp_path / "w.pt")
     skipped = anyrank.load(net(), tmp_path / "w.pt", rename={"ema": ""}).skipped
-    assert "model.0.weight: in a different table" in skipped
+    assert "model.0.weight: of another table" in skipped
     assert "optimizer: not among the weights" in skipped
 
 

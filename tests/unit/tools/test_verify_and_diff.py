@@ -130,7 +130,7 @@ def test_nan_and_infinities_are_found_when_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("step-7", "holds no step that a run has committed"), ("step-00000007", "it is damaged")],
+    [("step-7", "holds no step that a run has committed"), ("step-00000007", "it is corrupt")],
 )
 def test_a_run_without_a_whole_step_is_not_fine(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).mkdir()
@@ -155,7 +155,7 @@ def test_every_step_of_a_run_is_verified(tmp_path: Path) -> None:
     assert not anyrank.verify(tmp_path / "run/step-00000002")
     assert anyrank.verify(tmp_path / "run/step-00000001")
     (tmp_path / "run/step-00000001/anyrank.json").unlink()
-    assert any("it is damaged" in e.what for e in anyrank.verify(tmp_path / "run").findings)
+    assert any("it is corrupt" in e.what for e in anyrank.verify(tmp_path / "run").findings)
 
 
 def test_a_step_under_the_name_of_another_is_found(tmp_path: Path) -> None:

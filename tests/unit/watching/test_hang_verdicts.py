@@ -871,7 +871,7 @@ def test_a_report_takes_the_place_of_a_file_alone(tmp_path: Path) -> None:
 
 def test_a_watch_before_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(anyrank.AnyrankError, match=r"call it after init_process_group\(\)"):
+    with pytest.raises(anyrank.AnyrankError, match=r"Call it after init_process_group\(\)"):
         anyrank.watch()
 
 

@@ -126,7 +126,7 @@ def _in_table(selection: Selection, known: Collection[str]) -> Selection:
     outer = {name: new for name, new in selection.renamed.items() if new not in inner}
     renamed = outer | {keys.get(name, name): new for name, new in inner.items()}
     others = tuple(
-        f"{keys.get(name, name)}: in a different table" for name in names if name not in inner
+        f"{keys.get(name, name)}: of another table" for name in names if name not in inner
     )
     return Selection(tensors, tied, renamed, (*selection.skipped, *others), selection.left_out)
 
