@@ -261,8 +261,8 @@ def _ignored(ignore: object) -> Ignore:
     """Return a function that says whether a name or a table above it matches a pattern."""
     patterns: Any = [ignore] if isinstance(ignore, str) else ignore
     if not isinstance(patterns, Sequence) or not all(isinstance(text, str) for text in patterns):
-        found = type(ignore).__name__
-        raise TypeError(f"ignore={ignore!r}: expected a pattern or a list of patterns, got {found}")
+        kind = type(ignore).__name__
+        raise TypeError(f"ignore={ignore!r}: expected a pattern or a list of patterns, got {kind}")
     with_inner = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
     return lambda name: any(fnmatchcase(_place_of(name), text) for text in with_inner)
 
