@@ -68,7 +68,7 @@ def test_the_survivors_exception_is_no_end(job: Any, wrapper: str, tmp_path: Pat
         run_ranks(2, job, path, wrapper, 6, 3)
     after_the_kill = str(anyrank.inspect(path).run_time)
     assert "0 kills" not in after_the_kill
-    assert "the last start runs or was killed; ranks 2" in after_the_kill
+    assert "the last process is still running or was killed; ranks 2" in after_the_kill
     run_ranks(1, job, path, wrapper, 5, -1)
     run_ranks(2, job, path, wrapper, 6, -1)
     time_of_run = anyrank.inspect(path).run_time

@@ -71,10 +71,10 @@ def test_a_schedule_that_ended_early_is_told_of(tmp_path: Path) -> None:
     _, report, _ = run_ranks(1, tools.job_adopt, source, str(tmp_path / "run"), "ddp")[0]
     reason = report.components["scheduler"].reason
     assert reason.startswith(
-        "Accelerate steps it once for each process, 2 times in a step: 2 became 1; a schedule"
+        "Accelerate steps it once per process, 2 times per optimizer step, so 2 became 1; a "
     )
-    assert "is old(2 * step) now; its function" in reason
-    assert "gives a learning rate of 0.00933013 at count 1, where it was 0.0075" in reason
+    assert "is now f(2 * step); its lambda" in reason
+    assert "returns a learning rate of 0.00933013 at step 1, but 0.0075 when" in reason
 
 
 @pytest.mark.parametrize("world", [1, 2])

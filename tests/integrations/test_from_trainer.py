@@ -111,4 +111,4 @@ def test_trainer(tmp_path: Path) -> None:
                 )  # its loss is in float32
                 assert (report.step, report.saved_on.ranks) == (3, world)
                 assert report.components["scheduler"] == "exact"
-                assert report.components["data"].reason.startswith("epoch 0 begins again")
+                assert report.components["data"].reason.startswith("epoch 0 restarts")

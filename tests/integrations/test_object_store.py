@@ -169,7 +169,7 @@ def test_a_run_that_did_not_resume_the_one_there_is_refused(url: str) -> None:
     with anyrank.Checkpoints(url, anyrank.TrainState(*build())) as ckpts:
         ckpts.save()
         other = anyrank.Checkpoints(url, anyrank.TrainState(*build()))
-        with pytest.raises(anyrank.CheckpointError, match="holds step 0 of another run"):
+        with pytest.raises(anyrank.CheckpointError, match="contains step 0 of a different run"):
             other.save()
     assert ".lock" not in objects(url)
 
@@ -188,7 +188,7 @@ def test_what_fails_behind_the_commit_is_a_warning(
     with anyrank.Checkpoints(url, anyrank.TrainState(*build())) as ckpts:
         ckpts.save()
         assert [one.step for one in ckpts.saved()] == [0]
-    assert "old steps were not removed" in caplog.text
+    assert "old steps could not be removed" in caplog.text
 
 
 @pytest.mark.parametrize("which", ["the run", "a step"])

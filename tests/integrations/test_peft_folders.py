@@ -400,9 +400,9 @@ def test_a_frozen_base_is_not_written_and_is_compared(tmp_path: Path) -> None:
     assert all("lora_" in name for name in names)
     assert '"llama.safetensors"' in (Path(step) / "anyrank.json").read_text()
     for change, told in (
-        ("other base", "the frozen base has other values"),
+        ("other base", "the frozen base has different values"),
         ("no base", "its base llama.safetensors is not in the checkpoint"),
-        ("written", "belongs to the base llama.safetensors, and was written to"),
+        ("written", "belongs to the frozen base llama.safetensors, but was modified"),
     ):
         assert all(told in one for one in run_ranks(2, job_refused_run, folder, change))
 
@@ -416,14 +416,14 @@ def test_a_base_that_was_saved_or_is_missing_is_named(tmp_path: Path) -> None:
         pytest.raises(anyrank.CheckpointError, match="its base was saved with the run"),
     ):
         ckpts.resume()
-    with pytest.raises(ValueError, match="give model="):
+    with pytest.raises(ValueError, match="Pass model="):
         anyrank.TrainState(base="x")
     with pytest.raises(TypeError, match="base=3: expected a path"):
         anyrank.TrainState(model, base=3)
     with torch.device("meta"):
         outline = build("llama").requires_grad_(False)
     ckpts = anyrank.Checkpoints(tmp_path / "new", anyrank.TrainState(outline, base="x"))
-    with pytest.raises(anyrank.CheckpointError, match="the base is on meta"):
+    with pytest.raises(anyrank.CheckpointError, match="the base is on the meta device"):
         ckpts.save()
 
 

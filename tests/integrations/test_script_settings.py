@@ -115,12 +115,12 @@ def test_a_learning_rate_that_the_script_changes(framework: str, tmp_path: Path)
         train = FRAMEWORKS[framework]
         ranks = run_ranks(1, train, tmp_path, rate, steps, options, env=TORCHRUN)
         notes, base = ranks[0]
-        return [note for note in notes if " here, " in note], base
+        return [note for note in notes if " in this script, " in note], base
 
     run(1e-3, 2)
     assert run(1e-3, 3) == ([], 1e-3)
-    ours, theirs = "0.002 here, 0.001 in the saved run;", "the saved one is used"
+    ours, theirs = "0.002 in this script, 0.001 in the saved run;", "the saved value is used"
     assert run(2e-3, 4) == ([f"optimizer lr: {ours} {theirs}"], 1e-3)
-    used = [f"optimizer lr: {ours} this script's is used"]
+    used = [f"optimizer lr: {ours} this script's value is used"]
     assert run(2e-3, 5, settings="script") == (used, 2e-3)
     assert run(2e-3, 6) == ([], 2e-3)

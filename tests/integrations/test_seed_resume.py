@@ -125,7 +125,9 @@ def test_states_of_accelerators_that_are_not_here_are_no_error(
         report = run_ranks(ranks, job, arguments)[0]["report"]
         notes = [note for note in report.notes if note.startswith("random generator device")]
         assert len(notes) == 8
-        assert all("skipped, it was saved and is not in use here" in note for note in notes)
+        assert all(
+            "skipped, it was saved but is not used by this process" in note for note in notes
+        )
 
 
 def test_weights_alone_start_a_new_run(

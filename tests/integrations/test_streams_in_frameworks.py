@@ -227,7 +227,7 @@ def test_a_stream_goes_on_on_other_ranks(job: Any, workers: int, tmp_path: Path)
     assert all(row["weights"] == expected["weights"] for row in rows)
     assert rows[0]["receipts"] == expected["receipts"]
     assert expected["receipts"][0].verdict.startswith(
-        "each row that was read, once: 100 rows of 10 shards"
+        "each row read was used once: 100 rows in 10 shards"
     )
     if job is lightning_job:  # an epoch of unknown length has an end
         epochs, validated = expected["ends"]

@@ -161,7 +161,7 @@ def job_adopt(
         again = ckpts.resume(source, **options)
         assert again is not None
         assert again.step == state.step == report.step + STEPS - SAVED
-        assert any("was not read" in note for note in again.notes)
+        assert any("was ignored" in note for note in again.notes)
         return losses, report, [saved.step for saved in ckpts.saved()]
 
 

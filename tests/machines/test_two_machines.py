@@ -87,7 +87,7 @@ def test_a_second_run_on_another_machine_is_refused(machines: Machines, tmp_path
     holder.join(180)
     assert holder.exitcode == 0
     assert result["error"] == "CheckpointError", result
-    assert "another run writes here" in result["text"], result
+    assert "another run is writing to this folder" in result["text"], result
     assert "on machine0" in result["text"], result
 
 
@@ -102,8 +102,8 @@ def test_a_run_folder_that_one_machine_does_not_see(machines: Machines) -> None:
     machines.start("local_folder")
     for result in machines.finish():
         assert result["error"] == "CheckpointError", result
-        assert "machine1 does not see" in result["text"], result
-        assert "storage that all machines share" in result["text"], result
+        assert "machine1 cannot see" in result["text"], result
+        assert "storage that is shared by all machines" in result["text"], result
 
 
 @pytest.mark.parametrize(("victim", "machine"), [(0, 0), (4, 0), (10, 1), (19, 1)])

@@ -384,9 +384,9 @@ OTHER_WORDS = {
     "a": "source|dict",
     "b": "source|dict",
     "dst": "dst|destination",
-    "which": "resume takes",
-    "dataset": "dataset|has no length",
-    "dataset_or_length": "dataset|has no length",
+    "which": "which=",
+    "dataset": "dataset|has no len",
+    "dataset_or_length": "dataset|has no len",
     "pattern": "pattern|matches no module",
     "dim": "dim|in_dims",
 }

@@ -152,5 +152,5 @@ def job_parts(path: str) -> str:
 
 def test_plain_parts_that_do_not_say_so_are_no_run(tmp_path: Path) -> None:
     for text in run_ranks(2, job_parts, str(tmp_path)):
-        assert "weight: ranks [0] unlike ranks [1]" in text
-        assert "hold parts of a whole as DTensors" in text
+        assert "weight: rank 0 vs. rank 1" in text
+        assert "If the tensors are shards of one tensor, store them as DTensors" in text

@@ -44,7 +44,7 @@ def test_every_rank_raises_the_error(tmp_path: Path) -> None:
     for sources, kind, match in (
         ([unsafe], "UnsafeFile", "eval, which could run code"),
         ([unsafe, f"{place}/a"], "CheckpointError", "which"),
-        ([f"@{place}"], "CheckpointError", "put the checkpoint where all ranks see it"),
+        ([f"@{place}"], "CheckpointError", "Put the checkpoint where every rank can see it"),
     ):
         for name, text, same, step in run_ranks(2, job, sources, str(tmp_path / "runs/x")):
             assert name == kind, text

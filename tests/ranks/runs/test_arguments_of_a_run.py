@@ -58,10 +58,10 @@ CALLS: dict[str, Any] = {
 WORDS = {
     **{name: f"{name}= differs between ranks: " for name in (*OPTIONS, *CALLS)},
     **{name: f"TrainState(): {name}= differs between ranks" for name in STATES},
-    "wrong on one": "[rank 1] resume takes 'auto', 'must', a step or a path, not -5",
+    "wrong on one": "[rank 1] which=-5: must be 'auto', 'must', a step number or a path",
     "another folder": "path= differs",
-    "another run": "the ranks' states are of different runs: rank 0: run-0, rank 1: run-1: ",
-    "another rate": "groups.0.options.lr: 0.1 and 0.2: make it equal on all ranks",
+    "another run": "the ranks hold states of different runs: run-0 on rank 0, run-1 on rank 1. ",
+    "another rate": "groups.0.options.lr: 0.1 and 0.2",
 }
 
 

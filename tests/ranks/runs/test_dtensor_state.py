@@ -100,8 +100,8 @@ def test_a_mesh_that_only_the_optimizer_knows_is_refused_by_name(tmp_path: Path)
     torch.manual_seed(0)
     assert run_ranks(2, job_other_mesh, str(tmp_path), 2) == ["", ""]
     (said, *_) = run_ranks(3, job_other_mesh, str(tmp_path), 3)
-    assert "optimizer.state.net.weight.moment: was a DTensor laid out as S0,R on 2x1" in said
-    assert "let the optimizer make its state before the resume" in said
+    assert "optimizer.state.net.weight.moment: was saved as a DTensor (S0,R on 2x1)" in said
+    assert "Create the optimizer's state first" in said
 
 
 class Codes(torch.Tensor):

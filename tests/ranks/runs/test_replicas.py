@@ -63,7 +63,7 @@ def job_diverged(path: str, what: str, background: bool) -> str:
 def test_replicas_that_diverged_are_refused(tmp_path: Path, what: str, background: bool) -> None:
     name = "optimizer.state.1.weight.exp_avg" if what == "optimizer" else "model.1.weight"
     for text in run_ranks(3, job_diverged, str(tmp_path), what, background):
-        assert f"{name}: ranks [0, 2] unlike ranks [1]" in text
+        assert f"{name}: ranks 0, 2 vs. rank 1" in text
     assert not list(tmp_path.glob("step-*"))
 
 
@@ -83,11 +83,11 @@ def job_update_from_a_buffer(path: str) -> list[str]:
 
 def test_buffers_that_differ_beside_the_weights_are_named(tmp_path: Path) -> None:
     for saved, stepped in run_ranks(2, job_update_from_a_buffer, str(tmp_path)):
-        assert "so the rest may differ on other ranks: Checkpoints(replicas_every=1)" in saved
-        assert stepped.startswith("step 1: ranks hold different values")
+        assert "other differences may exist. Checkpoints(replicas_every=1)" in saved
+        assert stepped.startswith("step 1: replicas differ:")
         for text in (saved, stepped):
-            assert "model.1.weight: ranks [0] unlike ranks [1]" in text
-            assert "which they may, unless an update reads them: model.1.usage" in text
+            assert "model.1.weight: rank 0 vs. rank 1" in text
+            assert "These tensors may differ, and do: model.1.usage" in text
 
 
 def job_hybrid(path: str) -> list[str]:
@@ -107,7 +107,7 @@ def job_hybrid(path: str) -> list[str]:
 
 def test_replicas_of_shards_are_compared(tmp_path: Path) -> None:
     for diverged, alike in run_ranks(4, job_hybrid, str(tmp_path)):
-        assert "model.weight: ranks [1] unlike ranks [3]" in diverged
+        assert "model.weight: rank 1 vs. rank 3" in diverged
         assert alike == ""
 
 
@@ -146,7 +146,7 @@ def test_an_average_of_the_first_rank_alone_is_saved_whole(
     assert any("the first rank's are saved: ema.0" in one for one in told[0][2])
     for _, notes, _ in told:
         assert len([one for one in notes if "8 tensors differed between the ranks" in one]) == 2
-        assert all("the first rank's are kept: ema.0" in one for one in notes)
+        assert all("the first rank's values are kept: ema.0" in one for one in notes)
 
 
 def job_later(path: str) -> list[int]:
@@ -186,9 +186,9 @@ def job_sharded(path: str) -> str:
 
 def test_an_optimizer_that_is_sharded_is_told_to_say_so(tmp_path: Path) -> None:
     for text in run_ranks(3, job_sharded, str(tmp_path)):
-        assert "exp_avg: ranks [0] unlike ranks [1] unlike ranks [2]" in text
-        assert "the weights agree, so optimizer is sharded" in text
-        assert "Hold them as DTensors" in text
+        assert "exp_avg: rank 0 vs. rank 1 vs. rank 2" in text
+        assert "The weights are the same, so optimizer probably is a sharded optimizer" in text
+        assert "Store it as DTensors" in text
 
 
 # -- between saves --------------------------------------------------------------------------------
@@ -233,10 +233,10 @@ def flip(tensor: torch.Tensor) -> None:
 )
 def test_a_flipped_bit_is_named_within_so_many_steps(tmp_path: Path, what: str, name: str) -> None:
     for noticed, text, saved in run_ranks(3, job_compared, str(tmp_path), what):
-        alike = "ranks [0] unlike ranks [1] unlike ranks [2]"
-        alike = alike if what == "around the wrapper" else "ranks [0, 2] unlike ranks [1]"
+        alike = "rank 0 vs. rank 1 vs. rank 2"
+        alike = alike if what == "around the wrapper" else "ranks 0, 2 vs. rank 1"
         assert (noticed, saved) == (5, 0)
-        assert text.startswith("step 5: ranks hold different values")
+        assert text.startswith("step 5: replicas differ:")
         assert f"{name}: {alike}" in text
 
 
@@ -375,9 +375,9 @@ def test_a_loss_that_no_pass_exchanges_is_refused_in_its_first_step(
     tmp_path: Path, kind: str
 ) -> None:
     for told in run_ranks(2, job_loss_module, str(tmp_path), kind):
-        assert told.startswith("1: step 1: ranks hold different values")
-        assert "loss.weight: ranks [0] unlike ranks [1]" in told
-        assert "give it nn.ModuleList([model, loss])" in told
+        assert told.startswith("1: step 1: replicas differ:")
+        assert "loss.weight: rank 0 vs. rank 1" in told
+        assert "pass nn.ModuleList([model, loss])" in told
 
 
 @pytest.mark.parametrize("kind", ["given", "of its own wrapper", "frozen"])

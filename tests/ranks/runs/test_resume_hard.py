@@ -77,7 +77,9 @@ def test_state_of_a_ranks_own_goes_back_to_its_rank(
     for other, dim in ((world - 1, 0), (world, 1)):
         if other > 1 and (dim == 0 or rows % world == 0):
             texts = run_ranks(other, job_own, str(tmp_path), rows, blocks, False, dim)
-            assert all("only as many ranks with the same layout" in text for text in texts)
+            assert all(
+                "only on the same number of ranks with the same layout" in text for text in texts
+            )
 
 
 class Statistics(torch.optim.Optimizer):
@@ -146,7 +148,7 @@ def test_buffers_that_differ_are_all_the_first_ranks(tmp_path: Path, wrap: str) 
     run_ranks(3, job_buffers, str(tmp_path), wrap, True)
     for values, notes in run_ranks(2, job_buffers, str(tmp_path), wrap, False):
         assert values == [10.0 * number for number in range(6)]
-        assert "6 tensors differed between the ranks that saved them" in notes[-1]
+        assert "6 tensors differed between the ranks that saved the checkpoint" in notes[-1]
 
 
 class Log:
@@ -182,7 +184,9 @@ def test_of_a_part_that_may_differ_the_first_ranks_state_is_for_all(tmp_path: Pa
     run_ranks(2, job_log, path, 5.0, [])
     with pytest.raises(RanksFailed, match="whose state differed between the 2 ranks"):
         run_ranks(3, job_log, path, 9.0, [])
-    with pytest.raises(ValueError, match="first_rank names 'model', which is not a stateful part"):
+    with pytest.raises(
+        ValueError, match="first_rank contains 'model', which is not a stateful part"
+    ):
         anyrank.TrainState(nn.Linear(1, 1), first_rank=["model"])
 
 

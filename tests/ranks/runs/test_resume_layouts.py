@@ -173,7 +173,9 @@ def job_unfreeze(path: str) -> tuple[str, dict[str, torch.Tensor], Any]:
 def test_a_layer_that_is_unfrozen_starts_fresh_on_other_ranks(tmp_path: Path) -> None:
     saved = run_ranks(2, job_save_frozen, str(tmp_path))[0]
     for error, found, report in run_ranks(3, job_unfreeze, str(tmp_path)):
-        assert "had not: 0.weight, 0.bias: if they are new, resume with fresh=" in error
+        assert (
+            "new since the checkpoint: 0.weight, 0.bias. If that is intended, pass fresh=" in error
+        )
         assert found.keys() == saved.keys()  # layer 1 has what it had, layer 0 no state yet
         for name, tensor in saved.items():
             assert torch.equal(found[name], tensor), name

@@ -65,8 +65,11 @@ def job(path: str, kind: str, save: bool) -> Any:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("zero", "a ZeroRedundancyOptimizer has no state_dict() on this rank"),
-        ("sharded", "a ByRank keeps more than torch's state, and its state_dict() has sharded"),
+        (
+            "zero",
+            "a ZeroRedundancyOptimizer cannot be saved, because it has no state_dict()",
+        ),
+        ("sharded", "a ByRank cannot be saved: its custom state_dict() contains sharded"),
     ],
 )
 def test_an_optimizer_that_cannot_be_saved_is_refused_by_name(

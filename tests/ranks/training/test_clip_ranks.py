@@ -117,7 +117,7 @@ def job_misuses() -> list[str]:
 
 def test_promise_4_wrong_calls_of_clipping_raise_on_all_ranks() -> None:
     for found in run_ranks(2, job_misuses):
-        assert "the norm of order 2.0 of the gradients is" in found[0]
+        assert "the gradient norm (order 2.0) is" in found[0]
         assert "max_norm= differs between ranks" in found[1]
         assert found[2].startswith("WrongValue")
-        assert "max_norm is -1.0" in found[2]
+        assert "max_norm=-1.0: must be" in found[2]

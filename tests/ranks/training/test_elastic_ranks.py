@@ -327,15 +327,15 @@ def job_refused(what: str) -> None:
 
 REFUSED = {
     "too many ranks": (
-        "global_batch 4 / microbatch 2 = 2 microbatches cannot feed 3 data-parallel ranks: give a "
-        "microbatch of at most 1, or a global_batch of at least 6, or run on at most 2 ranks"
+        "global_batch 4 / microbatch 2 gives 2 microbatches, too few for 3 data-parallel ranks: "
+        "lower microbatch to at most 1, raise global_batch to at least 6, or use at most 2 ranks"
     ),
     "outside": "is not in process_group",
-    "smaller wrapper": "averages gradients over 1 rank, and the data is divided among 3",
-    "smaller mesh": "averages gradients over 1 rank, and the data is divided among 3",
-    "fsdp_tp": "averages gradients over 2 ranks, and the data is divided among 4",
+    "smaller wrapper": "averages gradients over 1 rank, but the loader divides the data among 3",
+    "smaller mesh": "averages gradients over 1 rank, but the loader divides the data among 3",
+    "fsdp_tp": "averages gradients over 2 ranks, but the loader divides the data among 4",
     "tp": "whose ranks need the same data",
-    "wrapped already": "give microbatches\\(\\) the wrapped model",
+    "wrapped already": "Pass the wrapped model",
 }
 
 
@@ -586,9 +586,9 @@ def job_bypass(how: str) -> tuple[int, str]:
 
 
 BYPASSED = {
-    "module": "has not exchanged them: call the wrapped model itself",
-    "contained": "has not exchanged them: call the wrapped model itself",
-    "own": "gradients were computed without step.backward",
+    "module": "did not reduce them. Call the DDP model itself",
+    "contained": "did not reduce them. Call the DDP model itself",
+    "own": r"loss.backward\(\) was called directly",
 }
 
 

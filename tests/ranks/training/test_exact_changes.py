@@ -100,10 +100,10 @@ def test_changes_within_the_loop_and_gradients_outside_of_it_are_refused_on_all_
     for found in (*run_ranks(1, job_refused), *run_ranks(2, job_refused)):
         assert "step 0: exact=True: " in found["max_norm"]
         assert "table is an Embedding with max_norm" in found["max_norm"]
-        assert "step 0: exact=True: the loop over microbatches() changes [" in found["forward"]
+        assert "step 0: exact=True: the loop over microbatches() changed [" in found["forward"]
         assert "inner.weight" in found["forward"]
-        assert "SGD.step() in the loop over microbatches()" in found["hook"]
-        assert "step 1: exact=True: the loop over microbatches() changes [" in found["train"]
+        assert "SGD.step() was called inside the loop over microbatches()" in found["hook"]
+        assert "step 1: exact=True: the loop over microbatches() changed [" in found["train"]
         assert "step 1: exact=True: " in found["statistics"]
         assert "1.running_mean" in found["statistics"]
         assert "parameter 2 of group 0 of the optimizer, of shape [1]," in found["outside"]

@@ -124,8 +124,8 @@ def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused_at_its_first_st
     first, second = run_ranks(2, job_judged)
     assert first == second
     assert "AdamW(fused=True) steps sharded parameters, and its kernel" in first["fused"]
-    assert "Adafactor steps sharded parameters, and its means run over rows" in first["factored"]
-    assert "Lion steps sharded parameters, and is not proved" in first["unknown"]
+    assert "Adafactor steps sharded parameters, but its means run over rows" in first["factored"]
+    assert "Lion is not verified" in first["unknown"]
     assert first["unknown"].count("exact=True") == 1, "noted again"
     assert first["adam"] == ""
 
@@ -164,9 +164,9 @@ def test_an_optimizer_is_refused_for_the_dtypes_that_it_steps_by_shard() -> None
     trained = {key for key, text in found.items() if not text.startswith("exact=True")}
     assert trained == {"SGD float32", "AdamW float32", "AdamW bfloat16", "SGD complex64"}
     for kind in ("float32", "bfloat16", "complex64"):
-        assert "LBFGS steps sharded parameters, and its dot products" in found[f"LBFGS {kind}"]
+        assert "LBFGS steps sharded parameters, but its dot products" in found[f"LBFGS {kind}"]
     rounded = found["SGD bfloat16"]
-    assert "SGD gives an element of torch.bfloat16 other bits" in rounded
+    assert "SGD's result for torch.bfloat16 depends on where a shard ends" in rounded
     assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo" in rounded
     assert "AdamW steps a sharded parameter of torch.complex64" in found["AdamW complex64"]
     assert "call torch.view_as_complex in the forward" in found["AdamW complex64"]

@@ -372,7 +372,7 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
         texts = (
             "static_graph=True",
             "communication hook",
-            "tensor parallelism adds up",
+            "Tensor parallelism reduces",
             "is only replicated over",
             "more than once in a microbatch",
             "threads= differs between ranks",

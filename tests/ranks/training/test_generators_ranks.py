@@ -44,7 +44,10 @@ def test_derived_streams_are_told_of_where_somebody_used_them(
     run_ranks(2, job_save, path, used)
     for outcome, reason, notes in run_ranks(3, job_resume, path):
         assert outcome == ("derived" if name else "exact")
-        anew = "random numbers drawn outside of the loop begin anew (saved on 2 ranks, now 3)"
+        anew = (
+            "random numbers drawn outside the loop are reseeded, because the rank count changed "
+            "from 2 to 3"
+        )
         assert reason == (anew if name else "")
         assert [note.split(":")[0] for note in notes] == [f"random generator {name}"] * bool(name)
 
@@ -91,6 +94,6 @@ def test_streams_that_the_loop_draws_from_begin_anew_on_other_ranks(tmp_path: Pa
     for components, (reason,), _ in run_ranks(2, job_train, path, 2, True):
         assert components["random"] == "derived"
         assert reason == (
-            "random numbers drawn outside of the loop begin anew (saved on 1 rank, now 2); data "
-            "order, augmentation and dropout are unaffected"
+            "random numbers drawn outside the loop are reseeded, because the rank count changed "
+            "from 1 to 2; data order, augmentation and dropout are not affected"
         )

@@ -208,7 +208,7 @@ def test_killed_on_3_then_2_then_4_ranks_is_as_one_undisturbed(
     if kind in ("endless", "mixed", "sparse"):
         assert len(receipts) == (0 if kind == "endless" else len(receipts))
     else:
-        text = "each row that was read, once: 148 rows of 12 shards"
+        text = "each row read was used once: 148 rows in 12 shards"
         assert receipts[0].verdict.startswith(text) or kind == "few"
     if is_exact:
         assert end == digest
@@ -267,7 +267,7 @@ def job_barren(workers: int) -> tuple[str, str]:
 def test_an_endless_shard_without_samples_is_every_ranks_error(workers: int) -> None:
     found = run_ranks(3, job_barren, workers)
     assert len({*found}) == 1
-    assert "shard 6 (number 1) was read from its begin to its end, and Pack made no" in found[0][1]
+    assert "shard 6 (number 1) was read completely, but Pack made no" in found[0][1]
 
 
 def job_meetings(kind: str, folder: str, workers: int) -> list[list[str]]:

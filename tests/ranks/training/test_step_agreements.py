@@ -192,8 +192,8 @@ def job_unlike(kind: str, exact: bool) -> str:
     ("kind", "said"),
     [
         ("alike", "no error"),
-        ("values", "0.weight differs between ranks, as shape and hash: [4, 6] "),
-        ("shapes", "1.weight differs between ranks, as shape and hash: [4, 4] "),
+        ("values", "0.weight is not the same on every rank (shape and hash): [4, 6] "),
+        ("shapes", "1.weight is not the same on every rank (shape and hash): [4, 4] "),
     ],
 )
 def test_promise_8_models_without_a_wrapper_are_compared_in_the_first_step(
@@ -201,7 +201,7 @@ def test_promise_8_models_without_a_wrapper_are_compared_in_the_first_step(
 ) -> None:
     for found in run_ranks(2, job_unlike, kind, exact):
         assert found.startswith(said)
-        assert said == "no error" or "torch.manual_seed(0) before the model is made" in found
+        assert said == "no error" or "torch.manual_seed(0) before you build the model" in found
 
 
 def job_first_weight_is_nothing() -> tuple[float, int]:

@@ -173,6 +173,6 @@ def test_ranks_that_leave_at_other_steps_are_told_alike(tmp_path: Path) -> None:
     assert [answer[2] for answer in answers] == [2, 1]
     assert answers[0][0] == answers[1][0]
     assert answers[0][0].startswith("CheckpointError: ")
-    assert "by rank at steps [2, 1]" in answers[0][0]
+    assert "they are at steps [2, 1]" in answers[0][0]
     assert max(answer[1] for answer in answers) < DEADLINE_SEC
     assert answers[0][3] == []

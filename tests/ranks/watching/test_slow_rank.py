@@ -162,8 +162,8 @@ def check(every: list[list[tuple[int, str]]], where: str) -> None:
         assert every[0] == []
         return
     ((step, text),) = every[0]
-    assert text.startswith("rank 2 is slow: the others wait ")
-    assert text.endswith(f" ms a step for it, in its {where}")
+    assert text.startswith("rank 2 is slow: other ranks wait ")
+    assert text.endswith(f" ms per step for it ({where})")
     assert step > WINDOW
     assert int(text.split()[7]) >= 20  # the pause itself is longer on a busy machine
 

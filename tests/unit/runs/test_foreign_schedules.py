@@ -174,8 +174,8 @@ def test_a_file_whose_schedule_counted_processes_says_how_to_divide_it(
     whole.train(STEPS)
     path = as_file(tmp_path, whole)
     report = Run(MADE[kind]).resume(tmp_path / "other", path)
-    (warning,) = [note for note in report.notes if "it has counted 15" in note]
-    assert "resume(path, scheduler_steps=3) counts 5 steps in its place" in warning
+    (warning,) = [note for note in report.notes if "the scheduler has stepped 15 times" in note]
+    assert "resume(path, scheduler_steps=3) uses 5 instead" in warning
     for _ in range(2):  # the argument may stay in the script
         run = Run(MADE[kind])
         before = whole.train(2)
@@ -183,7 +183,7 @@ def test_a_file_whose_schedule_counted_processes_says_how_to_divide_it(
         with anyrank.Checkpoints(tmp_path / "run", state) as ckpts:
             resumed = ckpts.resume(path, scheduler_steps=3)
             assert resumed is not None
-            assert not [note for note in resumed.notes if "it has counted" in note]
+            assert not [note for note in resumed.notes if "the scheduler has stepped" in note]
             rates: list[float] = []
             for _ in range(2):
                 rates += run.train(1)
@@ -195,12 +195,14 @@ def test_what_the_schedules_steps_cannot_be_is_an_error(tmp_path: Path) -> None:
     whole = Run(one, 3)
     whole.train(STEPS)
     path = as_file(tmp_path, whole)
-    with pytest.raises(anyrank.CheckpointError, match=r"scheduler_steps=4 says.*it counts 15"):
+    with pytest.raises(anyrank.CheckpointError, match=r"scheduler_steps=4,.*its count is 15"):
         Run(one).resume(tmp_path / "run", path, scheduler_steps=4)
     with pytest.raises(ValueError, match="scheduler_steps"):
         Run(one).resume(tmp_path / "run", path, scheduler_steps=0)
     ckpts = anyrank.Checkpoints(tmp_path / "run", anyrank.TrainState(whole.model))
-    with pytest.raises(ValueError, match="scheduler_steps= is for another tool's checkpoint"):
+    with pytest.raises(
+        ValueError, match="scheduler_steps= applies only to another tool's checkpoint"
+    ):
         ckpts.resume(scheduler_steps=3)
 
 
@@ -210,7 +212,7 @@ def test_one_that_accelerate_did_not_count_by_process_is_taken_as_it_is(tmp_path
     path = as_accelerates(tmp_path, whole, 3)
     whole.schedule.last_epoch = 7  # stepped by hand, when the script saw fit
     torch.save(whole.schedule.state_dict(), path / "scheduler.bin")
-    with pytest.raises(anyrank.CheckpointError, match="say how often with scheduler_steps="):
+    with pytest.raises(anyrank.CheckpointError, match="Pass the true factor with scheduler_steps="):
         Run(one).resume(tmp_path / "run", path)
     run = Run(one)
     report = run.resume(tmp_path / "run", path, scheduler_steps=1)
@@ -232,7 +234,9 @@ def test_other_schedules_within_one_are_refused(saved: str, now: str, tmp_path: 
     whole = Run(MADE[saved])
     whole.train(STEPS)
     path = as_file(tmp_path, whole)
-    with pytest.raises(anyrank.CheckpointError, match=r"the checkpoint's is of another class"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"the checkpoint's scheduler has another class"
+    ):
         Run(MADE[now]).resume(tmp_path / "run", path)
 
 
@@ -253,11 +257,11 @@ def adopted(folder: Path, whole_epochs: dict[str, Any], **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("table", "options", "words"),
     [
-        ({"step": 6}, {"epoch": 1}, "about 12 samples are seen twice"),
-        ({"step": 7, "epoch": 1}, {}, "about 18 samples are seen twice"),
-        ({"step": 8}, {"epoch": 2}, "2 whole epochs: the next one begins"),
-        ({"step": 40}, {"epoch": 1}, "1 whole epoch: the next one begins"),  # of other batches
-        ({"step": 6, "epoch": 1.25}, {}, "about 6 samples are seen twice"),
+        ({"step": 6}, {"epoch": 1}, "About 12 samples will be seen twice"),
+        ({"step": 7, "epoch": 1}, {}, "About 18 samples will be seen twice"),
+        ({"step": 8}, {"epoch": 2}, "2 whole epochs; the next one starts"),
+        ({"step": 40}, {"epoch": 1}, "1 whole epoch; the next one starts"),  # of other batches
+        ({"step": 6, "epoch": 1.25}, {}, "About 6 samples will be seen twice"),
     ],
 )
 def test_the_samples_that_are_seen_twice_are_counted(

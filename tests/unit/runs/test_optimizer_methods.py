@@ -171,7 +171,7 @@ def test_what_load_state_dict_leaves_out_is_not_exact(tmp_path: Path) -> None:
     assert report is not None
     outcome = report.components["optimizer"]
     assert outcome == "derived"
-    assert "load_state_dict() of a Stale did not bring back: optimizer.slow.0" in outcome.reason
+    assert "load_state_dict() of a Stale did not restore: optimizer.slow.0" in outcome.reason
 
 
 def scratch(net: nn.Module) -> Any:
@@ -188,15 +188,17 @@ def test_attributes_that_a_state_dict_leaves_out_are_named(
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(net, optimizer)) as ckpts:
         assert ckpts.resume() is None
         kind = type(optimizer).__name__
-        assert f"slow of a {kind} hold tensors that its state_dict() leaves out" in caplog.text
+        assert (
+            f"slow of a {kind} hold tensors that its state_dict() does not include" in caplog.text
+        )
         step(net, optimizer)
         ckpts.save()
-    warnings = [one for one in caplog.records if "leaves out" in one.getMessage()]
+    warnings = [one for one in caplog.records if "does not include" in one.getMessage()]
     assert len(warnings) == 1
     report = resume(tmp_path, anyrank.TrainState(*run_of(make)))
     assert report is not None
     assert report.components["optimizer"] == "exact"
-    (note,) = (note for note in report.notes if "leaves out" in note)
+    (note,) = (note for note in report.notes if "does not include" in note)
     assert note.startswith("optimizer: ")
     assert "slow" in note
 
@@ -228,7 +230,7 @@ def test_what_other_parts_save_is_no_state_of_the_optimizer(
     report = resume(tmp_path, state)
     assert report is not None
     assert report.components["optimizer"] == "exact"
-    assert "leaves out" not in caplog.text
+    assert "does not include" not in caplog.text
 
 
 def test_torchs_own_caches_are_no_state(tmp_path: Path) -> None:
@@ -272,7 +274,9 @@ def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None
     net, optimizer = run_of(look(Lookahead))
     save(tmp_path, anyrank.TrainState(net, optimizer))
     plain = torch.optim.AdamW(net.parameters())
-    with pytest.raises(anyrank.CheckpointError, match="is a AdamW, the checkpoint's a Lookahead"):
+    with pytest.raises(
+        anyrank.CheckpointError, match="is a AdamW, but the checkpoint was saved with a Lookahead"
+    ):
         resume(tmp_path, anyrank.TrainState(net, plain))
 
 

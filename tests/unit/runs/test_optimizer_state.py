@@ -158,7 +158,7 @@ def test_regrouped_parameters_keep_their_state_and_hyperparameters(tmp_path: Pat
 
 MISFITS = {
     "joined": (lambda p: [{"params": p}], "whose hyperparameters differ"),
-    "fewer": (lambda p: [{"params": p[:4]}, {"params": p[4:-1], "lr": 1.0}], "no longer has"),
+    "fewer": (lambda p: [{"params": p[:4]}, {"params": p[4:-1], "lr": 1.0}], "no longer holds"),
 }
 
 
@@ -178,7 +178,9 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     save_adam(tmp_path, lambda p: [{"params": p}])
     model = net()
     state = anyrank.TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(anyrank.CheckpointError, match=r"is a SGD, the checkpoint's a AdamW"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"is a SGD, but the checkpoint was saved with a AdamW"
+    ):
         resume(tmp_path, state)
 
 
@@ -267,7 +269,7 @@ def test_a_scheduler_goes_by_the_parameters_of_its_groups(
     report = resume(tmp_path, state, drop=["0.*"] if cut == "alone" else [])
     assert report is not None
     assert report.components["scheduler"] == "exact"
-    dropped = "dropped, as drop= asks: 0.weight, 0.bias" if cut == "alone" else ""
+    dropped = "dropped by drop=: 0.weight, 0.bias" if cut == "alone" else ""
     assert report.components["optimizer"].reason == dropped
     for now, before in zip(rates(state, 3), expected[3:], strict=True):
         assert now == pytest.approx({n: before[n] for n in now})
@@ -281,7 +283,7 @@ def test_a_scheduler_goes_by_the_parameters_of_its_groups(
 def test_a_scheduler_of_another_library_is_refused_for_other_groups(tmp_path: Path) -> None:
     save(tmp_path, in_groups([[0, 1], [2, 3]], "other"))
     resume(tmp_path, in_groups([[0, 1], [2, 3]], "other"))
-    text = r"scheduler: goes by the order of optimizer's groups.*skip=\['scheduler'\]"
+    text = r"scheduler: depends on the order of optimizer's groups.*skip=\['scheduler'\]"
     with pytest.raises(anyrank.CheckpointError, match=text):
         resume(tmp_path, in_groups(CUTS["swapped"], "other"))
     report = resume(tmp_path, in_groups(CUTS["swapped"], "other"), skip=["scheduler"])
@@ -308,7 +310,7 @@ def test_a_model_may_drop_what_it_no_longer_has(tmp_path: Path) -> None:
     assert report is not None
     for part in ("model", "optimizer"):
         outcome = report.components[part]
-        assert (outcome, outcome.reason) == ("derived", "dropped, as drop= asks: 2.weight, 2.bias")
+        assert (outcome, outcome.reason) == ("derived", "dropped by drop=: 2.weight, 2.bias")
     model, before = (one.parts.parts["model"] for one in (state, saved))
     assert all(
         torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items()

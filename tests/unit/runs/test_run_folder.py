@@ -112,7 +112,7 @@ def test_damage_that_cannot_be_renamed_is_an_error_that_says_so(
 
     monkeypatch.setattr(LocalStorage, "rename", refuse)
     words = (
-        r"damaged, and cannot be set aside \(\[Errno 30\] Read-only file system\): .* by its number"
+        r"corrupt, and cannot be renamed \(\[Errno 30\] Read-only file system\)\. .* by its number"
     )
     with pytest.raises(anyrank.CheckpointError, match=words):
         resume(tmp_path, build())
@@ -133,7 +133,7 @@ def test_an_unreadable_step_is_an_error_that_names_it_and_stays(
             with pytest.raises(anyrank.CheckpointError, match="Input/output error") as asked:
                 ckpts.resume(which)
             assert asked.type is anyrank.CheckpointError
-            assert f"{NEWEST} may be sound, and was not set aside: try again" in str(asked.value)
+            assert f"{NEWEST} may be undamaged, and was not renamed. Try again" in str(asked.value)
         assert folders(tmp_path) == [BEFORE, NEWEST]
         (tmp_path / NEWEST).rename(tmp_path / "elsewhere")
         report = ckpts.resume()
@@ -217,7 +217,7 @@ def test_a_failing_clean_up_is_a_warning(
         monkeypatch.setattr(RunFolder, "_write_latest", refuse)
         ckpts.step_done()
         assert ckpts.latest() == f"{tmp_path}/step-00000002"
-    assert "old steps were not removed: no" in caplog.text
+    assert "old steps could not be removed: no" in caplog.text
 
 
 # -- the manifest ---------------------------------------------------------------------------------
@@ -348,7 +348,10 @@ def test_another_live_process_is_refused_by_the_name_of_the_first(tmp_path: Path
     for _ in range(2):
         lock.take()
         for text in (in_a_child(tmp_path), *run_ranks(1, try_lock, str(tmp_path), init=False)):
-            assert f"writes here: process {os.getpid()} on {socket.gethostname()} since" in text
+            assert (
+                f"writing to this folder (process {os.getpid()} on {socket.gethostname()} since"
+                in text
+            )
     lock.release()
     assert os.listdir(tmp_path) == []
     assert in_a_child(tmp_path) == "got it"
@@ -381,10 +384,10 @@ def test_a_lock_that_was_let_go_is_taken_again_at_the_next_save(tmp_path: Path, 
     with closing(anyrank.Checkpoints(tmp_path / "run", build(), every=1)) as ckpts:
         for _ in range(2):
             ckpts.step_done()
-            assert "another run writes here" in in_a_child(tmp_path / "run")
+            assert "another run is writing to this folder" in in_a_child(tmp_path / "run")
             if how == "copied":  # which opens and closes the file
                 shutil.copytree(tmp_path / "run", tmp_path / "copy", dirs_exist_ok=True)
-                assert "another run writes here" in in_a_child(tmp_path / "run")
+                assert "another run is writing to this folder" in in_a_child(tmp_path / "run")
             elif how == "removed":
                 (tmp_path / "run" / ".lock").unlink()
             else:
@@ -421,7 +424,9 @@ def test_a_run_whose_lock_another_has_taken_since_saves_no_more(
         wait_for(tmp_path / "held", other)
         ckpts.step_done()
         for _ in range(2):
-            with pytest.raises(anyrank.CheckpointError, match="another run writes here: process"):
+            with pytest.raises(
+                anyrank.CheckpointError, match=r"another run is writing to this folder \(process"
+            ):
                 ckpts.save()
         ckpts.close()
         assert (tmp_path / ".lock").exists()
@@ -458,7 +463,7 @@ def test_a_lock_that_is_removed_while_another_takes_it_is_not_taken(tmp_path: Pa
         other = thread.submit(run_ranks, 1, job_late, str(tmp_path), init=False)
         wait_for(tmp_path / "came", other)
         lock.release()
-        assert "another run writes here" in other.result(60)[0]
+        assert "another run is writing to this folder" in other.result(60)[0]
 
 
 def test_a_disk_without_locks_is_told_of_once(
@@ -472,7 +477,7 @@ def test_a_disk_without_locks_is_told_of_once(
         for _ in range(2):
             ckpts.step_done()
         assert [one.step for one in ckpts.saved()] == [2, 1]
-    assert caplog.text.count("this disk has no locks (No locks available)") == 1
+    assert caplog.text.count("this file system does not support locks (No locks available)") == 1
     assert not (tmp_path / ".lock").exists()
 
 
@@ -547,7 +552,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(anyrank.CheckpointError, match=f"because {tmp_path}/file is a file: give"):
+    with pytest.raises(anyrank.CheckpointError, match=f"because {tmp_path}/file is a file. Pass"):
         resume(tmp_path / "file" / "run", build())
     # For root the system's own answer is always yes.
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))

@@ -85,7 +85,7 @@ def test_steps_that_are_done_again_after_a_kill_are_counted_and_shown(tmp_path: 
     assert 0 < time_of_run.share < 1
     found = anyrank.inspect(tmp_path)
     assert found.run_time == time_of_run
-    assert "; up to 14 steps done again, 1 kill; ranks 1 -> 1" in " ".join(str(found).split())
+    assert "; up to 14 steps repeated, 1 kill; ranks 1 -> 1" in " ".join(str(found).split())
     assert max(map(len, str(found).splitlines()[1:])) <= 80  # below the path
     assert json.loads(found.to_json())["run_time"]["share"] == time_of_run.share
 
@@ -98,8 +98,8 @@ def test_a_report_says_how_many_steps_are_done_again(tmp_path: Path) -> None:
         report = ckpts.resume(skip=["optimizer", "data"])
     assert report is not None
     assert (report.step, report.redone_steps) == (15, 20 + 9 - 15)
-    assert "  done again   up to 14 steps since that save" in str(report).splitlines()
-    assert "up to 14 steps since then done again" in report.in_a_line()
+    assert "  repeated     up to 14 steps after that save" in str(report).splitlines()
+    assert "up to 14 later steps will be repeated" in report.in_a_line()
 
 
 def test_a_run_without_a_save_leaves_no_log_and_no_summary(
@@ -133,7 +133,7 @@ def test_a_log_that_cannot_be_written_ends_with_a_warning(
     (tmp_path / "log.jsonl").mkdir()
     train(tmp_path, until=22, every=5)
     assert [record.message for record in caplog.records].count(
-        f"{tmp_path}: the log is not continued: [Errno 21] Is a directory: '{tmp_path}/log.jsonl'"
+        f"{tmp_path}: the log ends here: [Errno 21] Is a directory: '{tmp_path}/log.jsonl'"
     ) == 1
     assert anyrank.inspect(tmp_path).run_time is None
 
@@ -162,7 +162,7 @@ def test_the_share_of_time_that_trained_leaves_out_what_is_done_again() -> None:
     assert found.share == pytest.approx(120 * 0.75 / 145)
     assert str(found) == (
         "62% of the time trained: steps 120.0 s, saves 5.0 s, restarts 20.0 s, waiting 0.0 s; "
-        "up to 50 steps done again, 1 kill; ranks 4 -> 2"
+        "up to 50 steps repeated, 1 kill; ranks 4 -> 2"
     )
 
 

@@ -68,7 +68,7 @@ def job(path: str, kind: type[torch.optim.SGD], steps: int) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Slow, "optimizer: slow of a Slow hold tensors that its state_dict() leaves out"),
+        (Slow, "optimizer: slow of a Slow hold tensors that its state_dict() does not include"),
         (Sparse, "after the first step: the next save will fail: optimizer.state.weight.rows"),
     ],
 )

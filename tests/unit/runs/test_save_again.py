@@ -11,7 +11,7 @@ from torch import nn
 import anyrank
 from anyrank.testing import run_ranks
 
-WARNING = "step 1 is saved already, and a step is saved once"
+WARNING = "step 1 is already saved, and a step is saved only once"
 
 
 def model() -> nn.Linear:

@@ -152,7 +152,7 @@ def test_a_schedule_that_the_script_changes_is_named_and_the_saved_one_used(
     before = f"{saved:g}" if isinstance(saved, float) else str(saved)
     (note,) = [note for note in notes_of(report) if f"{key}" in note]
     if key != "schedule_phases":
-        assert f"{key}: {text} here, {before} in the saved run; the saved one is used" in note
+        assert f"{key}: {text} in this script, {before} in the saved run; the saved value" in note
     assert note in caplog.messages
     assert rates == pytest.approx(whole[4:])
     report, _ = train(tmp_path / "run", 9, make(here))  # until the script or the call is changed
@@ -181,7 +181,7 @@ def test_with_settings_script_the_rates_are_those_of_a_run_that_had_them_from_th
     _, whole = train(tmp_path / "whole", 8, make(here))
     report, rates = train(tmp_path / "run", 6, make(here), settings="script")
     assert rates == pytest.approx(whole[4:6], rel=1e-12)
-    assert any(key in note and "this script's is used" in note for note in notes_of(report))
+    assert any(key in note and "this script's value is used" in note for note in notes_of(report))
     report, rates = train(tmp_path / "run", 8, make(here))  # and it is the run's from there on
     assert rates == pytest.approx(whole[6:], rel=1e-12)
     assert notes_of(report) == []
@@ -199,7 +199,7 @@ def test_a_new_learning_rate_works_under_every_schedule(
     report, rates = train(tmp_path / "run", 8, make, lr=0.02, settings="script")
     assert rates == pytest.approx(whole[4:], rel=1e-12)
     cycles = math.isclose(whole[0], train(tmp_path / "other", 1, make, lr=0.1)[1][0])
-    said = "optimizer lr: 0.02 here, 0.1 in the saved run; this script's is used"
+    said = "optimizer lr: 0.02 in this script, 0.1 in the saved run; this script's value is used"
     assert (said in notes_of(report)) is not cycles  # a cycle has rates of its own
 
 
@@ -360,9 +360,11 @@ def test_another_setting_or_rate_is_as_the_scripts_schedules_give_it_at_the_coun
         drive(folder / "run", 5, before, by_hand=by_hand)
         report, rates = drive(folder / "run", 6, after, lrs=lrs, settings="script")
         assert rates == [pytest.approx(alone[5], rel=1e-9)]
-        (note,) = [note for note in notes_of(report) if "at the run's count" in note]
-        assert note.startswith(f"optimizer lr: {rates[0][0]:g}, {rates[0][1]:g}, as this script's")
-        assert "; the saved run had " in note
+        (note,) = [note for note in notes_of(report) if "at the run's step" in note]
+        assert note.startswith(
+            f"optimizer lr: {rates[0][0]:g}, {rates[0][1]:g}, from this script's"
+        )
+        assert " in the saved run" in note
         report, _ = drive(folder / "run", 7, after, lrs=lrs, settings="script")
         assert notes_of(report) == []  # and what the plateau does from there on stays
 
@@ -374,7 +376,9 @@ def test_a_new_rate_alone_is_that_of_its_group(makes: dict[str, Schedule], tmp_p
     _, whole = drive(tmp_path / "again", 6, makes, by_hand=cut)
     report, rates = drive(tmp_path / "run", 6, makes, lrs=(0.1, 0.06), settings="script")
     assert rates[0] == [whole[0][0], 0.06]  # the other group's has its cuts
-    assert any("lr of group 1: 0.06 here, 0.02 in the saved run" in n for n in notes_of(report))
+    assert any(
+        "lr of group 1: 0.06 in this script, 0.02 in the saved run" in n for n in notes_of(report)
+    )
 
 
 def test_another_option_leaves_the_rates_as_they_are(tmp_path: Path) -> None:
@@ -399,7 +403,7 @@ def test_another_option_leaves_the_rates_as_they_are(tmp_path: Path) -> None:
     report, rate, momentum, _ = run(5, 0.8, "script")
     assert (rate, momentum) == (last, 0.8)
     assert notes_of(report) == [
-        "optimizer momentum: 0.8 here, 0.9 in the saved run; this script's is used"
+        "optimizer momentum: 0.8 in this script, 0.9 in the saved run; this script's value is used"
     ]
 
 
@@ -419,7 +423,7 @@ def test_a_schedule_that_is_not_restored_begins_with_its_own_rates(
     report, rates = drive(tmp_path / "run", 9, {"scheduler": NEW[name]}, **options)
     assert rates == whole[:4]
     (note,) = notes_of(report)
-    words = "as scheduler begins with, which is not restored; the saved run had 0"
+    words = "the initial value of scheduler, which is not restored; it was 0"
     assert words in note
     assert all(f"{rate:g}" in note for rate in rates[0])
     assert note in caplog.messages
@@ -435,7 +439,7 @@ def test_a_new_schedule_beside_a_restored_one_is_an_error_but_for_a_plateau(
     drive(tmp_path / "run", 5, {"scheduler": cosine})
     makes = {"scheduler": cosine, "second": warm}
     for settings in ("saved", "script"):
-        with pytest.raises(anyrank.CheckpointError, match=r"second: begins beside scheduler.*skip"):
+        with pytest.raises(anyrank.CheckpointError, match=r"second: is new beside scheduler.*skip"):
             drive(tmp_path / "run", 6, makes, skip=["second"], settings=settings)
     makes = {"scheduler": cosine, "plateau": PLATEAU}
     report, rates = drive(tmp_path / "run", 6, makes, skip=["plateau"])
@@ -476,7 +480,7 @@ def test_a_plateau_takes_its_settings_and_keeps_its_counts(tmp_path: Path) -> No
     train(tmp_path / "run", 3, make(9))
     report, rates = train(tmp_path / "run", 4, make(2), settings="script")
     assert notes_of(report) == [
-        "scheduler patience: 2 here, 9 in the saved run; this script's is used"
+        "scheduler patience: 2 in this script, 9 in the saved run; this script's value is used"
     ]
     assert rates == [0.1]
     _, rates = train(tmp_path / "run", 6, make(2))
@@ -500,10 +504,13 @@ def test_options_of_an_optimizer_are_named_by_group(tmp_path: Path) -> None:
 
     run([0.1, 0.1, 0.2])
     report, used = run([0.0, 0.0, 0.2])
-    words = "weight_decay of groups 0, 1: 0 here, 0.1 in the saved run; the saved one is used"
+    words = (
+        "weight_decay of groups 0, 1: 0 in this script, 0.1 in the saved run; the saved value is "
+        "used"
+    )
     assert report.notes == [
         f"optimizer {words}",
-        'settings="script" uses what this script gives',
+        'pass settings="script" to use the values of this script',
     ]
     assert used == [0.1, 0.1, 0.2]
     report, used = run([0.0, 0.3, 0.2], "script")
@@ -561,9 +568,9 @@ def test_a_schedule_that_steps_after_the_save_of_its_step_is_named(
                 schedule.step()
         return caplog.messages
 
-    (message,) = [text for text in run(is_late=True) if "step 2 is saved already" in text]
-    assert "without what scheduler has done since" in message
-    assert not [text for text in run(is_late=False) if "is saved already" in text]
+    (message,) = [text for text in run(is_late=True) if "step 2 is already saved" in text]
+    assert "but scheduler stepped since then" in message
+    assert not [text for text in run(is_late=False) if "is already saved" in text]
 
 
 class Average:
@@ -593,8 +600,8 @@ def test_other_parts_settings_are_arguments_of_their_class(tmp_path: Path) -> No
     run(0.5)
     report, average = run(0.75)
     assert report.notes[:2] == [
-        "scaler growth_interval: 4 here, 2 in the saved run; the saved one is used",
-        "ema decay: 0.75 here, 0.5 in the saved run; the saved one is used",
+        "scaler growth_interval: 4 in this script, 2 in the saved run; the saved value is used",
+        "ema decay: 0.75 in this script, 0.5 in the saved run; the saved value is used",
     ]
     assert (average.decay, average.updates) == (0.5, 2)
     report, average = run(0.75, "script")
@@ -654,7 +661,7 @@ def test_a_new_group_is_where_its_schedule_is_or_is_named(
     unfrozen(tmp_path / "run", make, 4, joins=False)
     unfrozen(tmp_path / "other", make, 4, joins=False)
     report, _ = unfrozen(tmp_path / "other", make, 5, is_first=is_first)
-    said = f"optimizer group {number}: new, so its rate begins as at the first step of scheduler"
+    said = f"optimizer group {number}: new, with the learning rate of step 0 of scheduler"
     assert any(said in note for note in notes_of(report))
     report, rates = unfrozen(tmp_path / "run", make, 8, settings="script", is_first=is_first)
     assert rates == [pytest.approx(row, rel=1e-12) for row in whole[4:]]
@@ -725,7 +732,7 @@ def test_groups_are_joined_and_parameters_moved_with_their_moments(
 
     whole, _, _ = run("whole", after, 8)
     _, _, saved = run("run", [[0, 2], [1, 3]], 5)
-    with pytest.raises(anyrank.CheckpointError, match=r'differ.*or resume with settings="script"'):
+    with pytest.raises(anyrank.CheckpointError, match=r'differ.*or pass settings="script"'):
         run("run", after, 8)
     rates, moments, _ = run("run", after, 8, settings="script")
     assert all(torch.equal(*pair) for pair in zip(moments, saved, strict=True))

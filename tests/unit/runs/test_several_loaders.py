@@ -82,7 +82,7 @@ def test_a_step_with_an_unfinished_loader_neither_counts_nor_is_saved(tmp_path: 
         job.optimizer.step()
         job.optimizer.zero_grad()
         next(kept := other.microbatches(job.model))
-        with pytest.raises(CheckpointError, match="save\\(\\) within a step"):
+        with pytest.raises(CheckpointError, match="save\\(\\) was called in the middle of a step"):
             ckpts.save()
         with pytest.raises(CheckpointError, match="step 0 is not complete"):
             ckpts.step_done()

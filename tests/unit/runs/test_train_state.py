@@ -244,7 +244,8 @@ def test_a_scheduler_of_another_class_is_refused_before_anything_moves(
     scheduler = make(optimizer)
     state = anyrank.TrainState(model, optimizer, scheduler=scheduler)
     before, weight = scheduler.state_dict(), next(model.parameters()).detach().clone()
-    text = rf"scheduler: is a {type(scheduler).__name__}, the checkpoint's a StepLR.*\n?.*skip="
+    name = type(scheduler).__name__
+    text = rf"scheduler: is a {name}, but the checkpoint was saved with a StepLR.*\n?.*skip="
     with pytest.raises(anyrank.CheckpointError, match=text):
         resume(tmp_path, state)
     assert scheduler.state_dict() == before
@@ -261,7 +262,7 @@ def misfits() -> dict[str, tuple[Any, str]]:
     extra = nn.Sequential(*model, nn.Linear(4, 4))
     return {
         "another shape": (wide, r"model.0.weight: has shape \[6, 5\], the checkpoint \[6, 4\]"),
-        "another dtype": ((half, torch.optim.AdamW(half.parameters())), "resume changes no dtype"),
+        "another dtype": ((half, torch.optim.AdamW(half.parameters())), "a resume does not cast"),
         "a new layer": (
             (extra, torch.optim.AdamW(extra.parameters())),
             "not in the checkpoint: 3.",
@@ -306,7 +307,9 @@ def test_another_dataset_is_refused_before_anything_changes(tmp_path: Path) -> N
     model, optimizer = build()
     before = copy.deepcopy(model.state_dict())
     other = anyrank.ElasticLoader(list(range(11)), global_batch=2, microbatch=1)
-    with pytest.raises(anyrank.CheckpointError, match="a dataset of length 10, here it is 11"):
+    with pytest.raises(
+        anyrank.CheckpointError, match="a dataset of length 10, but this loader has 11"
+    ):
         resume(tmp_path, anyrank.TrainState(model, optimizer, data=other))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -356,7 +359,7 @@ def test_verify_says_what_is_compared(tmp_path: Path) -> None:
     data[first_byte] ^= 1
     (step / "__0_0.distcp").write_bytes(data)
     assert resume(tmp_path, anyrank.TrainState(*build()), verify=False) is not None
-    with pytest.raises(anyrank.CorruptCheckpoint, match="1 checkpoints are damaged"):
+    with pytest.raises(anyrank.CorruptCheckpoint, match="its only checkpoint is corrupt"):
         resume(tmp_path, anyrank.TrainState(*build()), verify=True)
 
 
@@ -367,7 +370,7 @@ def test_a_save_within_a_step_is_refused(tmp_path: Path) -> None:
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         for number, one in enumerate(loader):
             for _ in one.microbatches(model):
-                with pytest.raises(anyrank.CheckpointError, match="within a step"):
+                with pytest.raises(anyrank.CheckpointError, match="in the middle of a step"):
                     ckpts.save()
             ckpts.step_done()
             ckpts.save()
@@ -391,7 +394,7 @@ STATE = anyrank.TrainState()
 
 
 def test_a_rename_without_a_path_is_told() -> None:
-    with pytest.raises(ValueError, match="give its path"):
+    with pytest.raises(ValueError, match="whose path must be passed"):
         anyrank.Checkpoints("x", anyrank.TrainState()).resume("must", rename={})
 
 
@@ -492,7 +495,9 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     state = anyrank.TrainState(*build())
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         ckpts.save()
-        with pytest.raises(RanksFailed, match=f"writes here: process {os.getpid()} on "):
+        with pytest.raises(
+            RanksFailed, match=rf"writing to this folder \(process {os.getpid()} on "
+        ):
             run_ranks(1, job_save, str(tmp_path), init=False)
 
 
@@ -500,7 +505,7 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
     save_one(tmp_path)
     state = anyrank.TrainState(*build())
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
-        with pytest.raises(anyrank.CheckpointError, match="holds step 1 of another run"):
+        with pytest.raises(anyrank.CheckpointError, match="contains step 1 of a different run"):
             ckpts.save()
         assert not (tmp_path / ".lock").exists()
         ckpts.resume()
@@ -635,7 +640,7 @@ def hooked() -> nn.Module:
     ids=["override", "inside", "state_dict", "hook"],
 )
 def test_what_only_a_modules_own_code_saves_is_refused_by_name(tmp_path: Path, make: Any) -> None:
-    with pytest.raises(anyrank.CheckpointError, match=r"by its own code.*count: register them"):
+    with pytest.raises(anyrank.CheckpointError, match=r"by its own code.*count\. Register them"):
         save(tmp_path, anyrank.TrainState(make()))
 
 
@@ -662,7 +667,7 @@ def test_what_differs_is_logged_as_a_warning(
         resume(tmp_path, anyrank.TrainState(*build()))
         assert caplog.messages == []
         resume(tmp_path, anyrank.TrainState(build()[0]), skip=["optimizer"])
-    assert caplog.messages == ["optimizer is skipped: asked for with skip="]
+    assert caplog.messages == ["optimizer is skipped: requested with skip="]
 
 
 def test_the_random_streams_are_skipped_by_their_name(tmp_path: Path) -> None:
@@ -791,7 +796,7 @@ def test_extra_state_of_frozen_parts_with_a_source_stays_there(tmp_path: Path) -
 )
 def test_two_tensors_of_one_name_are_refused_at_the_save(tmp_path: Path, value: Any) -> None:
     state = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker(value))
-    with pytest.raises(anyrank.CheckpointError, match=r"two tensors have the name tracker\.value"):
+    with pytest.raises(anyrank.CheckpointError, match=r"saved under the name tracker\.value"):
         save(tmp_path, state)
 
 
@@ -826,7 +831,7 @@ def test_weights_that_were_apart_are_not_tied(tmp_path: Path) -> None:
     tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     tied["b"].weight = tied["a"].weight
     save(tmp_path, anyrank.TrainState(apart))
-    with pytest.raises(anyrank.CheckpointError, match="was several in the checkpoint"):
+    with pytest.raises(anyrank.CheckpointError, match="several in the checkpoint"):
         resume(tmp_path, anyrank.TrainState(tied))
 
 
@@ -940,7 +945,7 @@ def test_a_schedule_of_another_length_is_told_of(tmp_path: Path, length: int, ou
         report = ckpts.resume("must")
     assert report is not None
     assert report.components["scheduler"] == outcome
-    words = "gives a learning rate of 0.25 at count 2, where it was 0.375"
+    words = "returns a learning rate of 0.25 at step 2, but 0.375"
     assert (words in report.components["scheduler"].reason) == (outcome == "derived")
 
 

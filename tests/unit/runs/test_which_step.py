@@ -67,7 +67,7 @@ def test_the_own_runs_path_is_its_newest_step(tmp_path: Path) -> None:
 def test_a_path_into_the_own_run_in_an_object_store(tmp_path: Path) -> None:
     train("memory://which/run")
     assert resumed("memory://which/run", "memory://which/run/step-00000002") == (2, [])
-    with pytest.raises(ValueError, match="no path that exists"):
+    with pytest.raises(ValueError, match="no such path"):
         resumed("memory://which/run", "memory://which/run/step-00000099")
 
 
@@ -79,10 +79,10 @@ def test_what_is_no_step_and_no_path_is_refused(
     monkeypatch.chdir(tmp_path)
     if has_steps:
         train("run")
-    has = "6, 4, 2" if has_steps else "none"
+    has = "6, 4, 2" if has_steps else "no steps"
     model = nn.Linear(1, 1)
     before = model.weight.item()
-    with pytest.raises(ValueError, match=f"no path that exists.*give a step as.*: {has}$"):
+    with pytest.raises(ValueError, match=f"no such path.*Pass 'auto'.*has {has}\\)$"):
         resume("run", anyrank.TrainState(model), which)
     assert model.weight.item() == before
 
@@ -91,7 +91,7 @@ def test_what_is_no_step_and_no_path_is_refused(
 def test_what_else_is_in_the_own_run_is_no_step(tmp_path: Path, name: str) -> None:
     train(tmp_path)
     (tmp_path / "step-00000004").rename(tmp_path / ".aside-damaged-step-00000004")
-    with pytest.raises(ValueError, match=r"no step of the run.*give a step as.*: 6, 2$"):
+    with pytest.raises(ValueError, match=r"not a step of the run.*Pass 'auto'.*has 6, 2\)$"):
         resumed(tmp_path, str(tmp_path / name))
 
 
@@ -100,14 +100,16 @@ def test_a_path_of_another_run_begins_this_one_once(tmp_path: Path) -> None:
     other = f"{tmp_path}/a/step-00000004"
     assert resumed(tmp_path / "b", other) == (4, [])
     save(tmp_path / "b", anyrank.TrainState(nn.Linear(1, 1)))
-    assert "was not read: the run has steps of its own" in resumed(tmp_path / "b", other)[1][0]
+    assert "was ignored because this run already has steps" in resumed(tmp_path / "b", other)[1][0]
 
 
 def test_new_names_are_no_option_for_the_own_run(tmp_path: Path) -> None:
     train(tmp_path)
     with anyrank.Checkpoints(tmp_path, anyrank.TrainState(nn.Linear(1, 1))) as ckpts:
         for which in (tmp_path, tmp_path / "step-00000002"):
-            with pytest.raises(ValueError, match="rename= is for another tool's checkpoint"):
+            with pytest.raises(
+                ValueError, match="rename= applies only to another tool's checkpoint"
+            ):
                 ckpts.resume(which, rename={"a": "b"})
 
 
@@ -125,4 +127,4 @@ def test_on_ranks(tmp_path: Path) -> None:
     train(tmp_path)
     first, second = run_ranks(2, job, str(tmp_path))
     assert first == second
-    assert first.startswith("2 resume('latest'): is not 'auto'")
+    assert first.startswith("2 resume('latest'): no such path")

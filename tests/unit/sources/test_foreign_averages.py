@@ -29,8 +29,8 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer, AveragedModel]:
 
 MODEL, OPTIMIZER, AVERAGE = trained()
 RAW, AVERAGED = MODEL.state_dict(), AVERAGE.module.state_dict()
-NAMES = "nothing says which"
-KNOWN = "is an average by its name or its entries"
+NAMES = "does not say which"
+KNOWN = "appears to hold averaged weights"
 
 
 def begin(path: Path, **options: Any) -> tuple[nn.Module, anyrank.ResumeReport]:
@@ -95,7 +95,9 @@ def test_without_a_models_name_the_user_gives_it(
     tables: dict[str, Any], name: str, expected: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = file_of(tmp_path, **tables)
-    with pytest.raises(anyrank.CheckpointError, match=r"which weights are the model's.*parts="):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"which table holds the model's weights.*parts="
+    ):
         begin(path)
     model, report = begin(path, parts={"model": name})
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
@@ -188,7 +190,9 @@ def test_an_average_without_a_counter_outlives_the_next_update(
     model, report = begin(tmp_path / "last.pth", more={"ema": average}, fresh=fresh)
     count = own or step or 1
     assert int(average.n_averaged) == count
-    assert f"n_averaged is {count}, as the checkpoint has none" in report.components["ema"].reason
+    assert (
+        f"n_averaged is set to {count}, because the checkpoint" in report.components["ema"].reason
+    )
     average.update_parameters(model)
     expected = AVERAGED["weight"] + (RAW["weight"] - AVERAGED["weight"]) / (count + 1)
     torch.testing.assert_close(average.module.state_dict()["weight"], expected)

@@ -45,7 +45,7 @@ def test_a_part_gets_the_table_of_its_own_name(name: str, tmp_path: Path) -> Non
         report = begin(tmp_path / part, source, anyrank.TrainState(model, **named))
         assert values_of(model, average) == [1, 2]
         assert report.components[part] == "exact"
-        said = f"read by other names: ema from {name}"
+        said = f"read under other names: ema from {name}"
         assert (said in report.notes) is (part != name)
 
 
@@ -75,7 +75,7 @@ def test_parts_names_the_table(
         begin(tmp_path / "run", source, state, parts={"mean": "nothing"})
     report = begin(tmp_path / "run", source, state, parts=parts)
     assert values_of(model, mean) == expected
-    assert any(note.startswith("read by other names: ") for note in report.notes)
+    assert any(note.startswith("read under other names: ") for note in report.notes)
 
 
 def test_the_only_module_without_a_table_is_filled_from_the_average_that_fits(
@@ -85,7 +85,7 @@ def test_the_only_module_without_a_table_is_filled_from_the_average_that_fits(
     average = net_of(0)
     report = begin(tmp_path / "a", source, anyrank.TrainState(net_of(0), registered=average))
     assert values_of(average) == [2]
-    assert "read by other names: registered from state_dict_ema" in report.notes
+    assert "read under other names: registered from state_dict_ema" in report.notes
     other = nn.Linear(3, 3)  # another network is none
     report = begin(tmp_path / "b", source, anyrank.TrainState(net_of(0), registered=other))
     assert report.components["registered"] == "fresh"
@@ -114,10 +114,10 @@ def state_of_schedule() -> anyrank.TrainState:
     ("times", "step", "words"),
     [
         (1, 6, ""),
-        (3, 6, "it has counted 18 where the checkpoint is at step 6, 3 times as many"),
+        (3, 6, "the scheduler has stepped 18 times at optimizer step 6 (3 times as many)"),
         (0, 6, ""),  # of epochs
-        (4, 24, "the checkpoint says step 24, and its optimizer has stepped 6 times"),
-        (1, 2, "the checkpoint says step 2, and its optimizer has stepped 6 times"),
+        (4, 24, "the checkpoint says step 24, but its optimizer has stepped 6 times"),
+        (1, 2, "the checkpoint says step 2, but its optimizer has stepped 6 times"),
     ],
 )
 def test_a_count_that_is_none_of_steps_is_warned_of(
@@ -162,7 +162,7 @@ def test_a_run_that_counts_from_0_though_its_optimizer_has_stepped_is_warned_of(
     state = anyrank.TrainState(now, torch.optim.SGD(now.parameters(), lr=0.1, momentum=0.9))
     with caplog.at_level(logging.WARNING, "anyrank.resume"):
         report = begin(tmp_path / "run", source, state)
-    said = f"{words}: the run counts from 0, though its optimizer has stepped; set state.step"
+    said = f"{words}, so the run counts from 0, although its optimizer has stepped. Set state.step"
     assert [note.partition(" after")[0] for note in report.notes if words in note] == [said]
     assert any(text.startswith(said) for text in caplog.messages)
 
@@ -191,7 +191,7 @@ def test_whole_epochs_are_said_by_the_caller_or_assumed(tmp_path: Path) -> None:
     assert any(note.startswith("epoch 2 is taken for 2 whole epochs") for note in report.notes)
     report, loader = run("given", epoch=3)
     assert (report.epoch, loader.epoch, loader.samples) == (3, 3, 24)
-    assert "3 whole epochs, as resume(epoch=3) says" in report.notes
+    assert "3 whole epochs, from resume(epoch=3)" in report.notes
     assert not any("is taken for" in note for note in report.notes)
 
 
@@ -201,5 +201,5 @@ def test_both_are_for_another_tools_checkpoint(given: dict[str, Any], tmp_path: 
     with anyrank.Checkpoints(tmp_path / "a", state) as ckpts:
         ckpts.save()
         for which in ("auto", tmp_path / "a"):
-            with pytest.raises(ValueError, match="is for another tool's checkpoint"):
+            with pytest.raises(ValueError, match="applies only to another tool's checkpoint"):
                 ckpts.resume(which, **given)

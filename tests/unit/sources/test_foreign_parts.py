@@ -85,7 +85,7 @@ def test_a_schedule_of_another_name_is_named_with_parts(value: Any, tmp_path: Pa
     path = file_of(tmp_path, model=WEIGHTS, optimizer=MOMENTS, annealing_sched=value, step=6)
     _, optimizer, schedule, report = begin(path)
     reason = report.components["scheduler"].reason
-    assert "has none" not in reason
+    assert "does not have it" not in reason
     assert schedule.last_epoch == 0
     assert optimizer.param_groups[0]["lr"] == 0.1  # the new schedule's first rate
     if value != {"main": COUNTS}:
@@ -98,9 +98,12 @@ def test_a_schedule_of_another_name_is_named_with_parts(value: Any, tmp_path: Pa
 def test_a_schedule_that_is_in_no_entry_begins_with_the_scripts_rate(tmp_path: Path) -> None:
     path = file_of(tmp_path, model=WEIGHTS, optimizer=MOMENTS, step=6)
     _, optimizer, _, report = begin(path)
-    assert report.components["scheduler"].reason == "the checkpoint of a training script has none"
+    assert (
+        report.components["scheduler"].reason
+        == "the checkpoint of a training script does not have it"
+    )
     assert optimizer.param_groups[0]["lr"] == 0.1
-    assert any("which is not restored; the saved run had" in note for note in report.notes)
+    assert any("which is not restored; it was" in note for note in report.notes)
 
 
 def test_parts_inside_of_tables_are_named_with_dots(tmp_path: Path) -> None:
@@ -110,7 +113,9 @@ def test_parts_inside_of_tables_are_named_with_dots(tmp_path: Path) -> None:
         "sched": [COUNTS],
     }
     path = file_of(tmp_path, checkpoint=nested)
-    with pytest.raises(anyrank.CheckpointError, match="which weights are the model's") as raised:
+    with pytest.raises(
+        anyrank.CheckpointError, match="which table holds the model's weights"
+    ) as raised:
         begin(path)
     parts = advice_in(str(raised.value))
     assert parts == {"model": "checkpoint.net.weights"}

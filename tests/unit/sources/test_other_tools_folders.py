@@ -98,7 +98,7 @@ def test_another_tools_checkpoint_is_an_error_with_its_way_out(
     MAKERS[tool](tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
-        anyrank.CheckpointError, match=r"a checkpoint of another tool.*anyrank\.load\(model"
+        anyrank.CheckpointError, match=r"another tool's checkpoint.*anyrank\.load\(model"
     ):
         resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)), which)
     after = sorted(path.name for path in tmp_path.iterdir() if "lock" not in path.name)
@@ -119,7 +119,7 @@ def test_the_error_names_the_path_that_is_read(tmp_path: Path, tool: str) -> Non
 def test_a_save_without_a_resume_is_refused_there_too(tmp_path: Path, tool: str) -> None:
     MAKERS[tool](tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(anyrank.CheckpointError, match="a checkpoint of another tool"):
+    with pytest.raises(anyrank.CheckpointError, match="another tool's checkpoint"):
         save(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -142,7 +142,10 @@ def test_an_object_store_is_asked_for_few_listings() -> None:
 @pytest.mark.parametrize("call", [save, resume])
 def test_a_folder_of_runs_is_refused_and_names_the_run(tmp_path: Path, call: Any) -> None:
     save(tmp_path / "a", anyrank.TrainState(nn.Linear(1, 1)))
-    match = f"holds runs, and is no run itself: give Checkpoints\\('{tmp_path}/a'\\)"
+    match = (
+        "contains run folders but is not one itself. Pass one of them, such as "
+        f"Checkpoints\\('{tmp_path}/a'\\)"
+    )
     with pytest.raises(anyrank.CheckpointError, match=match):
         call(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -153,7 +156,7 @@ def test_a_run_whose_steps_are_all_damaged_is_still_a_run(tmp_path: Path, call: 
     save(tmp_path / "b", anyrank.TrainState(nn.Linear(1, 1)))
     (tmp_path / "b/step-00000000/anyrank.json").unlink()
     for place, match in (
-        ("", "holds runs, and is no run itself"),
+        ("", "contains run folders but is not one itself"),
         ("b/step-00000005", "is a step of"),
     ):
         with pytest.raises(anyrank.CheckpointError, match=match):
@@ -183,7 +186,7 @@ def test_a_step_of_a_run_is_no_place_for_another_run(
 ) -> None:
     run = str(tmp_path) if place == "folder" else f"memory://{tmp_path.name}"
     save(run, anyrank.TrainState(nn.Linear(1, 1)))
-    match = r"is (within )?a step of the run .*: give that, and resume\([09]\) to go back"
+    match = r"is (inside )?step [09] of the run .*\. Pass .*; to return .*, call resume\([09]\)"
     with pytest.raises(anyrank.CheckpointError, match=match):
         call(f"{run}/{within}", anyrank.TrainState(nn.Linear(1, 1)))
     assert [saved.step for saved in anyrank.inspect(run).steps] == [0]
@@ -197,7 +200,7 @@ def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_the_training(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("")
-    with pytest.raises(anyrank.CheckpointError, match="notes is a file: give another path"):
+    with pytest.raises(anyrank.CheckpointError, match=r"notes is a file\. Pass a different path"):
         resume(tmp_path / "notes/run", anyrank.TrainState(nn.Linear(1, 1)))
 
 
@@ -206,7 +209,7 @@ def test_a_step_in_the_runs_place_is_an_error(tmp_path: Path, call: Any) -> None
     save(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
     before = sorted((tmp_path / "step-00000000").iterdir())
     with pytest.raises(
-        anyrank.CheckpointError, match="is one step of a run: give the run's folder"
+        anyrank.CheckpointError, match=r"is a step of a run\. Pass the run's folder"
     ):
         call(tmp_path / "step-00000000", anyrank.TrainState(nn.Linear(1, 1)))
     assert sorted((tmp_path / "step-00000000").iterdir()) == before
@@ -235,7 +238,7 @@ def _resume(path: str) -> str:
 def test_every_rank_raises_the_error(tmp_path: Path) -> None:
     touch(tmp_path, "model.safetensors")
     for text in run_ranks(2, _resume, str(tmp_path)):
-        assert "a checkpoint of another tool" in text
+        assert "another tool's checkpoint" in text
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,11 @@ def test_the_last_whole_step_is_saved_within_an_evaluation(
         train(tmp_path / "run", 6, at=3, where=where)
     assert ended.value.code == 128 + signal.SIGTERM
     came, over = caplog.messages
-    assert came.startswith("SIGTERM has come: the run is saved and ends when this step is complete")
+    assert came.startswith(
+        "received SIGTERM: the run will be saved and stopped after the current step"
+    )
     assert f"{tmp_path / 'run'}: step 4" in came
-    assert over == f"SIGTERM: step {saved} is saved, and the run ends here"
+    assert over == f"SIGTERM: step {saved} is saved, and the run stops here"
     run = anyrank.Checkpoints(tmp_path / "run", parts()[2]).saved()
     assert [(step.step, step.samples) for step in run] == [(saved, 4 * saved)]
     assert train(tmp_path / "run", 6) == whole[saved:]
@@ -73,7 +75,7 @@ def test_sigusr1_is_said_and_saved_at_the_end_of_the_step(
     with caplog.at_level(logging.WARNING, "anyrank.resume"):
         train(tmp_path, 6, at=3, where="saved")
     (came,) = caplog.messages
-    assert came.startswith("SIGUSR1 has come: the run is saved when this step is complete")
+    assert came.startswith("received SIGUSR1: the run will be saved after the current step")
     saved = anyrank.Checkpoints(tmp_path, parts()[2]).saved()
     assert [step.step for step in saved] == [6, 4]
 
@@ -143,7 +145,7 @@ def test_without_data_that_is_counted_the_optimizer_alone_says_it(tmp_path: Path
 
 
 def test_a_step_without_a_known_optimizer_that_is_not_done_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(anyrank.CheckpointError, match="within a step"):
+    with pytest.raises(anyrank.CheckpointError, match="in the middle of a step"):
         own_loop(tmp_path, "after", is_known=False)
 
 

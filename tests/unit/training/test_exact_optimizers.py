@@ -107,12 +107,17 @@ def test_each_row_is_proved_and_each_class_of_torch_is_judged() -> None:
     ("kind", "options", "dtype", "words"),
     [
         (optim.AdamW, {"fused": True}, torch.float32, "AdamW(fused=True) steps sharded"),
-        (optim.AdamW, {"fused": True}, torch.bfloat16, "build it with foreach=True"),
+        (optim.AdamW, {"fused": True}, torch.bfloat16, "Build it with foreach=True"),
         (optim.SGD, {"fused": True}, torch.float64, "its kernel rounds the elements"),
-        (optim.SGD, {}, torch.bfloat16, "SGD gives an element of torch.bfloat16 other bits"),
+        (
+            optim.SGD,
+            {},
+            torch.bfloat16,
+            "SGD's result for torch.bfloat16 depends on where a shard ends",
+        ),
         (optim.RAdam, {}, torch.float16, "MixedPrecisionPolicy(param_dtype=torch.float16, reduce"),
         (optim.AdamW, {}, torch.complex64, "call torch.view_as_complex in the forward"),
-        (optim.LBFGS, {}, torch.float32, "LBFGS steps sharded parameters, and its dot products"),
+        (optim.LBFGS, {}, torch.float32, "LBFGS steps sharded parameters, but its dot products"),
         (optim.Adafactor, {}, torch.float32, "its means run over rows"),
     ],
 )
@@ -138,7 +143,7 @@ def test_what_is_not_proved_is_noted(
     note = judge(kind, options, torch.float32, device)
     assert note is not None
     assert f"{kind.__name__}" in note
-    assert "is not proved to give an element the same bits" in note
+    assert "is not verified to give the same bits" in note
 
 
 def test_a_cut_shows_an_optimizer_that_looks_beyond_an_element() -> None:

@@ -118,8 +118,8 @@ def test_a_dataset_that_starts_over_gives_full_steps() -> None:
     samples = run(loader)
     assert sum(number < 8 for number in samples) <= 2  # the end of b, and that of a
     verdict = loader.receipts[0].verdict
-    assert verdict.startswith("mixed: each row of a that was read, once: 200 rows of 1 shard")
-    assert "rows of b, all of them once or more" in verdict
+    assert verdict.startswith("mixed: each row of a read was used once: 200 rows in 1 shard")
+    assert "rows of b, each of them once or more" in verdict
 
 
 ENDLESS: dict[str, tuple[Any, Any, str]] = {
@@ -131,7 +131,7 @@ ENDLESS: dict[str, tuple[Any, Any, str]] = {
     ),
     "a filter": (Rows(9), Never(), r"shard '0 of 1' .*Never made no sample"),
     "cuts alone": (Rows(9), Cuts(), "Cuts made no sample"),
-    "no rows": (Rows(9, 0), None, r"shard '1 of 2' \(number 1\) has no row.*leave it out"),
+    "no rows": (Rows(9, 0), None, r"shard '1 of 2' \(number 1\) has no rows.*Remove the shard"),
     "a mixture": (
         {"a": Rows(9), "b": Rows(9, 1)},
         anyrank.Pack(4),
@@ -182,7 +182,7 @@ def test_a_transform_that_forgets_its_list_is_told(method: str, given: Any) -> N
         pass
 
     setattr(Bare, method, lambda *_: given)
-    text = f"Bare.{method} gave a {type(given).__name__}: let it return a list of samples"
+    text = f"Bare.{method} returned a {type(given).__name__}; it must return a list of samples"
     with pytest.raises(TypeError, match=text):
         run(make(Rows(9), transform=Bare()))
 

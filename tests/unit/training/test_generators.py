@@ -294,7 +294,7 @@ def edited(name: str, change: Any) -> Saved:
 )
 def test_a_state_that_cannot_be_read_is_derived(name: str, change: Any) -> None:
     outcomes = restored(edited(name, change), ONE)
-    assert outcomes[name] == ("derived", "saved by another version, or damaged")
+    assert outcomes[name] == ("derived", "saved by another version, or corrupt")
     assert {one.how for other, one in outcomes.items() if other != name} == {"exact"}
 
 
@@ -329,7 +329,7 @@ def test_more_accelerator_states_than_devices_are_no_error(monkeypatch: pytest.M
         saved = saved_by(each_rank(7, 7), seeded_apart(7))
     outcomes = restored(saved, RankCoords(5, 6, 5, 6))
     assert outcomes.pop("device") == GeneratorOutcome(
-        "skipped", "it was saved and is not in use here"
+        "skipped", "it was saved but is not used by this process"
     )
     assert {one.how for one in outcomes.values()} == {"derived"}
 

@@ -477,7 +477,9 @@ def test_a_shard_with_other_rows_is_noticed(sizes: list[int]) -> None:
     if sizes[0] == 9:  # before the place where it goes on: nothing is read there again
         assert len(again.take(5)) == 4
         return
-    with pytest.raises(CheckpointError, match=r"shard ., lane 0: its rows have changed"):
+    with pytest.raises(
+        CheckpointError, match=r"shard ., lane 0: the rows, or what .* differ from the first read"
+    ):
         again.take(5)
 
 
@@ -487,7 +489,7 @@ def test_a_subclass_that_feeds_twice_for_a_row_is_refused() -> None:
             ids = row["input_ids"]
             return super().feed({"input_ids": ids[:2]}) + super().feed({"input_ids": ids[2:]})
 
-    with pytest.raises(ValueError, match="Halves has called the feed of its base class more than"):
+    with pytest.raises(ValueError, match=r"Halves called feed\(\) of its base class more than"):
         open_lane(Rows([8], 4, True), Halves(50)).take(4)
 
 
@@ -502,7 +504,7 @@ def test_a_transform_with_a_large_state_is_told_of_held() -> None:
         def state_dict(self) -> list[int]:
             return [0] * 1000
 
-    with pytest.raises(TypeError, match=r"Hoarder.state_dict\(\): 3000 bytes.*by held\(\)"):
+    with pytest.raises(TypeError, match=r"Hoarder.state_dict\(\) has 3000 bytes.*from held\(\)"):
         open_lane(Rows([8], 4), Hoarder()).take(4)
 
 
@@ -543,7 +545,7 @@ class InArray(InSlots):
 @pytest.mark.parametrize(("kind", "name"), [(InSlots, "waiting"), (InArray, "values, count")])
 def test_a_transform_that_keeps_rows_in_fixed_slots_has_to_say_which(kind: Any, name: str) -> None:
     """Else a resume loses them."""
-    with pytest.raises(TypeError, match=rf"{kind.__name__} keeps something in {name}, which a"):
+    with pytest.raises(TypeError, match=rf"{kind.__name__} changed {name}, which a"):
         open_lane(Rows([9, 9], 5), kind()).take(4)
 
 
@@ -564,7 +566,7 @@ def test_pack_cuts_labels_alike_and_tells_documents_apart() -> None:
     assert [row["labels"].tolist() for row in rows] == [[-100, 5, 6, 7], [8, 9, -100, -100]]
     assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 0], [0, 1, 0, 0]]
     assert [row["document_ids"].tolist() for row in rows] == [[0, 0, 0, 1], [0, 0, -1, -1]]
-    with pytest.raises(ValueError, match=r"2 tokens in 'tokens', and 1 labels in 'targets'"):
+    with pytest.raises(ValueError, match=r"2 tokens in 'tokens', but 1 label in 'targets'"):
         pack.feed({"tokens": [1, 2], "targets": [1]})
 
 
@@ -574,5 +576,5 @@ def test_whole_documents_leave_little_padding() -> None:
     rows = [row for tokens in documents for row in pack.feed({"input_ids": tokens})] + pack.end()
     assert sum(map(len, documents)) == sum(int((row["document_ids"] >= 0).sum()) for row in rows)
     assert len(rows) * 512 < 1.05 * sum(map(len, documents))
-    with pytest.raises(ValueError, match="give pad="):
+    with pytest.raises(ValueError, match="Set pad="):
         Pack(512, split=False)

@@ -104,7 +104,7 @@ def test_keys_are_known_without_a_sample_and_give_a_length() -> None:
     run(loader)
     assert set(data.loaded.values()) == {1}
     assert (loader.step, loader.samples) == (len(loader), len(KEYS))
-    with pytest.raises(TypeError, match="steps of an epoch are unknown"):
+    with pytest.raises(TypeError, match="number of steps per epoch is unknown"):
         len(make())
 
 
@@ -123,17 +123,21 @@ def test_packing_is_for_map_style_data_too() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"keys": KEYS[1:]}, ValueError, "keys has 100 values: give 101"),
-        ({"keys": [[1]] * 101}, TypeError, "keys cannot name buckets"),
-        ({"keys": KEYS, "transform": None}, ValueError, r"give transform=anyrank.Buckets\(...\)"),
-        ({"keys": KEYS, "weights": [1.0] * 101}, ValueError, "weights draw samples"),
-        ({"weights": [1.0] * 101}, ValueError, "weights= with transform="),
+        ({"keys": KEYS[1:]}, ValueError, "keys= has 100 values: must have 101"),
+        ({"keys": [[1]] * 101}, TypeError, "keys= cannot identify buckets"),
+        ({"keys": KEYS, "transform": None}, ValueError, r"Pass transform=anyrank.Buckets\(...\)"),
+        ({"keys": KEYS, "weights": [1.0] * 101}, ValueError, "weights= draw samples"),
+        ({"weights": [1.0] * 101}, ValueError, "weights= cannot be combined with transform="),
         ({"tail": "drop"}, ValueError, r"Buckets\(key, drop_last=True\)"),
-        ({"transform": anyrank.Buckets}, TypeError, "transform is the class Buckets"),
+        (
+            {"transform": anyrank.Buckets},
+            TypeError,
+            "transform=: pass an instance, not the class Buckets",
+        ),
         (
             {"keys": range(101), "transform": anyrank.Buckets("x", drop_last=True)},
             ValueError,
-            "drop_last=True leaves no sample",
+            "drop_last=True leaves no samples",
         ),
     ],
     ids=str,
@@ -148,11 +152,11 @@ def test_what_is_wrong_is_said_at_once(
 def test_a_resume_with_other_keys_is_refused() -> None:
     loader = make(keys=KEYS)
     run(loader, 2)
-    with pytest.raises(CheckpointError, match="data position: the run has"):
+    with pytest.raises(CheckpointError, match="ElasticLoader: the saved run has"):
         make(keys=KEYS[1:] + KEYS[:1]).load_state_dict(loader.state_dict())
     read = make()
     run(read, 2)
-    with pytest.raises(CheckpointError, match="data position"):
+    with pytest.raises(CheckpointError, match="ElasticLoader"):
         make(Pictures(100)).load_state_dict(read.state_dict())
 
 
@@ -164,10 +168,16 @@ def test_a_resume_with_other_keys_says_so() -> None:
         return anyrank.ElasticLoader([{"b": 0}] * 50, transform=buckets, keys=keys, **given)
 
     state = make_keyed(3).state_dict()
-    with pytest.raises(anyrank.CheckpointError, match=r"the order 'buckets-v1 .*the run's keys=,"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"the order 'buckets-v1 .*the saved run's keys=,"
+    ):
         make_keyed(2).load_state_dict(state)
-    with pytest.raises(anyrank.CheckpointError, match="shuffle=True, here it is False: give shuf"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"shuffle=True, but this loader has shuffle=False\. Set shuf"
+    ):
         make_keyed(3, shuffle=False).load_state_dict(state)
     plain = anyrank.ElasticLoader(range(50), global_batch=4, microbatch=2)
-    with pytest.raises(anyrank.CheckpointError, match="keys=, and the loader a dataset: give the"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"keys=, but this loader has a dataset\. Pass the"
+    ):
         plain.load_state_dict(state)

@@ -121,7 +121,7 @@ def test_a_norm_that_is_not_finite() -> None:
     assert params[0].grad is not None
     params[0].grad[0, 0] = math.inf
     before = params[0].grad.clone()
-    with pytest.raises(RuntimeError, match="gradients is inf"):
+    with pytest.raises(RuntimeError, match=r"gradient norm .* is inf"):
         clip_gradients(params, 1.0, 2.0, True)
     assert torch.equal(params[0].grad, before)
     assert clip_gradients(params, 1.0, 2.0, False).item() == math.inf

@@ -72,10 +72,10 @@ class Asker:
                 loader: ["epoch", "step", "consumed", "samples", "dropped", "notes", "receipts"],
                 step: ["ends_epoch", "samples", "number", "epoch", "is_last", "k", "is_copy"],
             }.items():
-                with may_say("is not known yet", "belongs to one microbatch"):
+                with may_say("is not known before", "only available inside"):
                     getattr(thing, self.chance.choice(names), None)
             if self.chance.random() < 0.2:
-                with may_say("rows are counted while they are read"):
+                with may_say("rows are counted as they are read"):
                     len(loader)
 
 

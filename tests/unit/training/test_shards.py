@@ -144,7 +144,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"lengths": [9, 0, 4, 13, 5]}, "the order 'shards-v1 "),
     "shuffle": (
         {"shuffle": False},
-        "the run has shuffle=True, here it is False: give shuffle=True",
+        "the saved run has shuffle=True, but this loader has shuffle=False. Set shuffle=True",
     ),
     "batch": ({"global_batch": 12}, "give 6, which works on any number of ranks$"),
 }

@@ -123,7 +123,7 @@ def test_no_step_at_all_saves_nothing(tmp_path: Path) -> None:
 def test_no_limit_or_two_are_an_error_at_the_call(tmp_path: Path, limit: dict[str, int]) -> None:
     with (
         anyrank.Checkpoints(tmp_path, Run().state) as ckpts,
-        pytest.raises(ValueError, match=r"give until= .* or epochs="),
+        pytest.raises(ValueError, match=r"needs exactly one limit: until= .* or epochs="),
     ):
         ckpts.steps(**limit)
 
@@ -322,7 +322,7 @@ def test_an_iterator_that_is_kept_when_the_run_is_closed_counts_no_step_twice(
             if step.number == 2:
                 break
     with pytest.raises(
-        anyrank.CheckpointError, match=r"was left at step 2, .* call steps\(\) again"
+        anyrank.CheckpointError, match=r"no longer valid: .* at step 2\. Call steps\(\) again"
     ):
         next(steps)
     assert (run.state.step, run.loader.step, numbers(ckpts)) == (3, 3, [3])
@@ -339,7 +339,9 @@ def test_a_body_without_the_optimizers_step_is_told_of_once(
                 run.optimizer.step()
                 run.optimizer.zero_grad()
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("step 0: no optimizer of the state has stepped, and there are gradients")
+    assert told.startswith(
+        "step 0: gradients were computed, but no optimizer in the TrainState stepped"
+    )
 
 
 def test_a_run_at_a_relative_path_does_not_follow_the_process_elsewhere(
@@ -398,7 +400,7 @@ def test_step_done_in_the_body_is_refused(tmp_path: Path) -> None:
     with closing(anyrank.Checkpoints(tmp_path, run.state)) as ckpts:
         steps = iter(ckpts.steps(until=9))
         run.train(next(steps))
-        with pytest.raises(anyrank.CheckpointError, match="counts the step itself"):
+        with pytest.raises(anyrank.CheckpointError, match="counts each step itself"):
             ckpts.step_done()
         assert run.state.step == 0
 
@@ -503,7 +505,9 @@ def test_a_save_within_the_body_is_refused(tmp_path: Path) -> None:
     with anyrank.Checkpoints(tmp_path, run.state) as ckpts:
         for step in ckpts.steps(until=2):
             run.train(step)
-            with pytest.raises(anyrank.CheckpointError, match="save after the body of steps"):
+            with pytest.raises(
+                anyrank.CheckpointError, match="Call it after the loop body of steps"
+            ):
                 ckpts.save()
     assert numbers(ckpts) == [2]
 

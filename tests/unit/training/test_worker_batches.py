@@ -154,7 +154,10 @@ def test_memory_that_processes_share_stays_shared() -> None:
 
 
 def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"batch of \[0\].*cannot pickle.*lock.*num_workers=0"):
+    with pytest.raises(
+        TypeError,
+        match=r"batch of samples \[0\] cannot be pickled.*cannot pickle.*lock.*num_workers=0",
+    ):
         from_worker(lambda _: threading.Lock())
 
 

@@ -46,7 +46,7 @@ def test_a_dataset_that_changes_its_length_is_refused_at_the_next_epoch(length: 
     loader = anyrank.ElasticLoader(data, global_batch=4, microbatch=2)
     epoch(loader, model)
     data.length = length
-    with pytest.raises(CheckpointError, match=f"has {length} samples now, and had 8 .*: keep its"):
+    with pytest.raises(CheckpointError, match=f"had 8 samples .*, and has {length} now.* Keep it"):
         epoch(loader, model)
 
 
@@ -118,7 +118,9 @@ def test_an_optimizer_that_steps_by_a_part_of_the_gradients_is_refused(exact: bo
     batches = (step := next(steps)).microbatches(model)
     next(batches)
     step.backward(model(torch.ones(2, 2)).sum())
-    with pytest.raises(ValueError, match=r"step 0: SGD.step\(\) in the loop .*: call step\(\) and"):
+    with pytest.raises(
+        ValueError, match=r"step 0: SGD.step\(\) was called inside the loop .* Call step\(\) and"
+    ):
         optimizer.step()
     assert torch.equal(model.weight, before)
 
@@ -132,7 +134,7 @@ def test_an_optimizer_steps_in_the_last_microbatch_where_gradients_are_whole_the
             if step.is_last and is_allowed:
                 optimizer.step()
             elif step.is_last:
-                with pytest.raises(ValueError, match="a part of the step"):
+                with pytest.raises(ValueError, match="gradients are incomplete"):
                     optimizer.step()
 
 
@@ -144,7 +146,9 @@ def test_gradients_that_are_reset_between_microbatches_are_an_error() -> None:
     step.backward(model(next(batches)).sum())
     batch = next(batches)
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"step 0: the gradients of the .* are gone, as zero_grad"):
+    with pytest.raises(
+        ValueError, match=r"step 0: gradients of earlier .* were reset, probably by zero_grad"
+    ):
         step.backward(model(batch).sum())
 
 

@@ -1,1 +1,1 @@
-"""A run that begins from a checkpoint of another tool."""
+"""A run that starts from a checkpoint of another tool."""

@@ -1,4 +1,4 @@
-"""Resume from another tool's checkpoint: take over what it holds, and report the rest.
+"""Resume from another tool's checkpoint: restore what the state can use, and report the rest.
 
 Weights are read as in `load`. Optimizers and stateful parts are described as a step of a run would
 describe them, and restored as in `resume`.
@@ -26,12 +26,12 @@ from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.runs.adopt import optimizer as foreign_optimizer
 from anyrank.runs.adopt.averages import is_counter, set_updates, updates_of
-from anyrank.runs.adopt.schedules import MORE, doubts_on_count, in_optimizer_steps, other_kind
+from anyrank.runs.adopt.schedules import MORE, count_warnings, in_optimizer_steps, other_kind
 from anyrank.runs.adopt.whose_weights import (
-    average_of,
     candidates_for,
-    doubt_on_weights,
+    find_average,
     is_copy_of_model,
+    weights_warning,
 )
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.source import ResumeSource, misfit_text
@@ -49,19 +49,19 @@ from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
-WAYS_OUT = {  # text after "to go on" in an error about a module
-    "missing": "rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
-    "unexpected": "rename=..., where '' as the new name leaves a tensor out, or skip={part!r}",
+WAYS_OUT = {  # text after "Fix:" in an error about a module
+    "missing": "pass rename=..., or fresh=[...] for those that keep their values, or skip={part!r}",
+    "unexpected": "pass rename=..., where '' as the new name drops a tensor, or skip={part!r}",
 }
 
 
 def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> ForeignStep:
-    """Read what another tool saved at a path, and plan the load of its modules. All ranks.
+    """Read what another tool saved at a path, and plan the load of its modules. Collective.
 
     Raises:
-        CheckpointError: weights do not fit the state, which is unchanged; or a rank does not see
-            the checkpoint.
-        UnsafeFile: a pickle would run code, or a header lies.
+        CheckpointError: the weights do not match the state, which is unchanged; or a rank cannot
+            see the checkpoint.
+        UnsafeFile: a pickle would run code, or a header has impossible sizes.
     """
     names = {*state.parts.parts}
 
@@ -69,7 +69,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         source = read_foreign(path, len({*ranks.nodes}) > 1)
         try:
             source = source.for_parts(names, arguments.parts or {})
-            return source.for_parts(names, average_of(state, source, arguments.skip))
+            return source.for_parts(names, find_average(state, source, arguments.skip))
         except LoadError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -79,8 +79,8 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         for info in source.listing.files:
             if not storage_for(info.path).is_file(info.path):
                 raise CheckpointError(
-                    f"{info.path}: is not there on this rank: put the checkpoint where all ranks "
-                    "see it"
+                    f"{info.path}: does not exist on this rank. Put the checkpoint where every "
+                    "rank can see it."
                 )
 
     ranks.run("looking at the checkpoint", check_visible)
@@ -92,7 +92,7 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         epoch=int(source.epoch or 0),
         samples=source.samples or 0,
         saved_on=SavedOn(source.ranks or 0, source.tool),
-        no_generators=f"{source.tool} keeps them by process",
+        no_generators=f"{source.tool} saves them by process",
         source=source,
         skip={*arguments.skip},
         chosen={*(arguments.parts or {})},
@@ -105,14 +105,14 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
 
 
 def _with_counts(source: ForeignCheckpoint, arguments: ResumeArguments) -> ForeignCheckpoint:
-    """Set the epochs, and the steps of the schedules, of the checkpoint as the caller says."""
+    """Set the epochs and the scheduler steps of the checkpoint to those that the caller passed."""
     epoch, often = arguments.epoch, arguments.scheduler_steps
     if often is not None:
         source = replace(source, scheduler_steps=often, says_scheduler_steps=True)
     if epoch is None:
         return source
     assumed = [text for text in source.assumed if not text.startswith("epoch ")]
-    assumed.append(f"{count(epoch, 'whole epoch')}, as resume(epoch={epoch}) says")
+    assumed.append(f"{count(epoch, 'whole epoch')}, from resume(epoch={epoch})")
     return replace(source, epoch=float(epoch), batches=0, samples=None, assumed=assumed)
 
 
@@ -124,10 +124,10 @@ def _plan_module(
     arguments: ResumeArguments,
     ranks: Ranks,
 ) -> AgreedPlan:
-    """Plan the load of a module. All ranks.
+    """Plan the load of a module. Collective.
 
     Raises:
-        CheckpointError: the module's tensors do not fit.
+        CheckpointError: the module's tensors do not match.
     """
     inner = state.parts
     ways_out = {kind: text.format(part=[part]) for kind, text in WAYS_OUT.items()}
@@ -154,16 +154,16 @@ def _plan_module(
 
 @dataclass(kw_only=True)
 class ForeignStep(ResumeSource):
-    """Another tool's checkpoint in the form of a run's step, as a resume needs it.
+    """Another tool's checkpoint in the form of a run's step, for a resume.
 
     Attributes:
         source: the checkpoint, by its headers.
-        skip: names of parts that stay as they are.
-        chosen: names of parts for which the user says what is read into them.
+        skip: names of parts that are not restored.
+        chosen: names of parts whose source the user chose with parts=.
         parts: the parts of the state.
         plans: plans of the modules that are loaded, by part.
-        used: names of its parts that are taken over.
-        trained: modules with optimizer state of their parameters that is taken over.
+        used: names of the checkpoint's parts that are restored.
+        trained: modules whose parameters have optimizer state that is restored.
     """
 
     source: ForeignCheckpoint
@@ -175,7 +175,7 @@ class ForeignStep(ResumeSource):
     trained: set[str] = field(default_factory=set[str])
 
     def has_weights(self, part: str) -> bool:
-        """Return whether it has the weights of a module.
+        """Return True if the checkpoint has the weights of a module.
 
         Raises:
             CheckpointError: it lacks those of the model itself.
@@ -183,8 +183,8 @@ class ForeignStep(ResumeSource):
         if part not in self.source.weights and part == "model":
             tables = self.source.tables()
             raise CheckpointError(
-                f"{self.path}: nothing says which weights are the model's; it has those of "
-                f"{', '.join(tables) or 'none'}: name the one that the optimizer has trained, as "
+                f"{self.path}: cannot tell which table holds the model's weights. Found: "
+                f"{', '.join(tables) or 'none'}. Select the one that the optimizer has trained: "
                 f"parts={{'model': {next(iter(tables), 'net')!r}}}"
             )
         return part in self.source.weights
@@ -226,11 +226,11 @@ class ForeignStep(ResumeSource):
         return PartMatch(_outcome_of(plan, counters, updates), load=load)
 
     def _absent(self, part: str) -> PartMatch:
-        """Match a part that the checkpoint has not under its name: say what could be it."""
+        """Match a part whose name the checkpoint does not have; return what could be meant."""
         source, parts = self.source, self.parts
         thing = parts[part]
         if part in self.chosen:
-            problem = f"{part}: what parts= names for it is no state of a {class_name(thing)}"
+            problem = f"{part}: what parts= names for it is not a state of a {class_name(thing)}"
             return PartMatch(Outcome("exact"), problems=[problem])
         if part in source.not_read:
             return PartMatch(Outcome("fresh", source.not_read[part]))
@@ -240,16 +240,16 @@ class ForeignStep(ResumeSource):
             for name in candidates_for(thing, source)
             if name not in named_here
         ]
-        reason = f"the checkpoint of {source.tool} has none"
+        reason = f"the checkpoint of {source.tool} does not have it"
         if names:
             reason = (
-                f"nothing in the checkpoint of {source.tool} is named after it; it has "
-                f"{', '.join(names[:5])}: parts={{{part!r}: {names[0]!r}}} reads that"
+                f"nothing in the checkpoint of {source.tool} has this name; it has "
+                f"{', '.join(names[:5])}. parts={{{part!r}: {names[0]!r}}} reads that"
             )
         if isinstance(thing, nn.Module) and is_copy_of_model(part, parts):
             reason += (
-                f"; it has the script's initial values: {part}.load_state_dict(model.state_dict()) "
-                "begins an average with the model's"
+                f"; it has the script's initial values. {part}.load_state_dict(model.state_dict()) "
+                "starts an average with the model's values"
             )
         return PartMatch(Outcome("fresh", reason))
 
@@ -272,7 +272,7 @@ class ForeignStep(ResumeSource):
             return PartMatch(Outcome("exact"), problems=problems)
         part_source = self._part_source(tensors, arguments)
         matched = match_optimizer(part, optimizer, record, part_source, names, ranks.index)
-        if matched.outcome != "derived":  # else it has new parameters, or leaves some
+        if matched.outcome != "derived":  # else it has new parameters, or lacks some
             matched.outcome = _outcome(
                 [(fill.target.layout, fill.target.dtype, fill.stored) for fill in matched.fills]
             )
@@ -320,7 +320,7 @@ class ForeignStep(ResumeSource):
         warnings: list[str] = []
         if part.startswith("scheduler") or isinstance(thing, LRScheduler):
             tree, outcome = in_optimizer_steps(part, thing, tree, self.source)
-            warnings = [] if outcome else doubts_on_count(part, tree, self.source)
+            warnings = [] if outcome else count_warnings(part, tree, self.source)
         record, tensors = _record_of(part, thing, tree)
         if isinstance(record, str):
             return PartMatch(Outcome("fresh", record))
@@ -331,66 +331,66 @@ class ForeignStep(ResumeSource):
 
     def warnings(self) -> list[str]:
         doubts = [
-            doubt_on_weights(part, self.source, self.path, self.used, part in self.chosen)
+            weights_warning(part, self.source, self.path, self.used, part in self.chosen)
             for part in sorted(self.plans.keys() & self.trained)
         ]
-        return [*self._doubts_on_step(), *filter(None, doubts)]
+        return [*self._step_warnings(), *filter(None, doubts)]
 
-    def _doubts_on_step(self) -> list[str]:
+    def _step_warnings(self) -> list[str]:
         step, stepped = self.source.step, self.source.optimizer_steps
         has_state = any(part.state for part in self.source.optimizers.values())
         if has_state and (step is None or (step == 0 and stepped is None)):
             return [
-                f"{self._without_step()}, though its optimizer has stepped; set state.step after "
-                "the resume"
+                f"{self._without_step()}, although its optimizer has stepped. Set state.step after "
+                "the resume."
             ]
         if step is None or stepped is None or max(step, stepped) <= MORE * min(step, stepped) + 1:
             return []
         return [
-            f"the checkpoint says step {step}, and its optimizer has stepped "
-            f"{count(stepped, 'time')}: the run counts from {step}; set state.step after the "
-            "resume if that counts other things"
+            f"the checkpoint says step {step}, but its optimizer has stepped "
+            f"{count(stepped, 'time')}. The run continues from step {step}; if that number does "
+            "not count optimizer steps, set state.step after the resume."
         ]
 
     def _without_step(self) -> str:
         says = "says step 0" if self.source.step == 0 else "does not say its step"
         reason = self.source.not_a_step or f"the checkpoint {says}"
-        return f"{reason}: the run counts from 0"
+        return f"{reason}, so the run counts from 0"
 
     def notes(self) -> list[str]:
         source = self.source
-        notes = [f"adopted from {source.tool}: the run is saved as anyrank's from here on"]
-        if source.step is None and not self._doubts_on_step():
+        notes = [f"started from a checkpoint of {source.tool}; new steps are saved by anyrank"]
+        if source.step is None and not self._step_warnings():
             notes.append(self._without_step())
         notes += source.assumed
         pairs = [f"{part} from {key}" for part, key in source.keys.items() if part in self.used]
-        notes += [f"read by other names: {', '.join(pairs)}"] if pairs else []
+        notes += [f"read under other names: {', '.join(pairs)}"] if pairs else []
         notes += [
-            f"not read: {', '.join(keys[:5])} of {part}, of which the model has no use"
+            f"ignored: {', '.join(keys[:5])} of {part}, which the model does not need"
             for part, plan in self.plans.items()
             if (keys := plan.match.ignored)
         ]
         notes += [
-            f"not read: {name}, which no part of the state is named after"
+            f"ignored: {name}, because no part of the state has that name"
             for name in sorted(self.names - self.used - self.skip)
         ]
         reasons: dict[str, list[str]] = {}
         for name, why in source.not_read.items():
             reasons.setdefault(why, []).append(name)
-        notes += [f"not read: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
+        notes += [f"ignored: {', '.join(names[:5])}: {why}" for why, names in reasons.items()]
         return notes
 
 
 def _outcome_of(plan: AgreedPlan, counters: Sequence[str], updates: int) -> Outcome:
-    """Return a module's outcome, with the number that its counters of updates are set to."""
+    """Return a module's outcome, with the value that its counters of updates are set to."""
     match, reasons = plan.match, list[str]()
     kept = [name for name in match.missing if name not in counters]
     if kept and match.keep:
-        reasons.append(in_line("kept, as the checkpoint has none", kept))
+        reasons.append(in_line("kept, because the checkpoint does not have them", kept))
     if counters:
         reasons.append(
-            f"{', '.join(counters)} is {updates}, as the checkpoint has none: at 0 the next update "
-            "would replace the average by the weights"
+            f"{', '.join(counters)} is set to {updates}, because the checkpoint does not store it; "
+            "with 0 the next update would overwrite the average"
         )
     if reasons:
         return Outcome("derived", "; ".join(reasons))
@@ -399,21 +399,21 @@ def _outcome_of(plan: AgreedPlan, counters: Sequence[str], updates: int) -> Outc
 
 
 def _outcome(rows: Sequence[tuple[Any, Any, StoredTensor]]) -> Outcome:
-    """Return exact if bytes went unchanged into whole tensors; otherwise the reason."""
+    """Return "exact" if bytes went unchanged into unsharded tensors; otherwise the reason."""
     cast = sorted(
         {f"{stored.dtype} to {dtype}" for _, dtype, stored in rows if stored.dtype != dtype}
     )
     if cast:
         return Outcome("derived", f"cast from {', '.join(cast)}".replace("torch.", ""))
     if any(layout is not None or len(stored.chunks) > 1 for layout, _, stored in rows):
-        return Outcome("resharded", "laid out otherwise")
+        return Outcome("resharded", "the layout changed")
     return Outcome("exact")
 
 
 def _record_of(
     part: str, thing: Any, tree: Any
 ) -> tuple[dict[str, Any] | str, dict[str, StoredTensor]]:
-    """Return the record of a stateful part and the tensors it refers to, or why there is none."""
+    """Return the record of a stateful part and its tensors, or the reason why it has none."""
     tensors: dict[str, StoredTensor] = {}
 
     def put(where: str, value: Any) -> Any:
@@ -423,7 +423,7 @@ def _record_of(
     try:
         tree = to_json(tree, part, put)
     except CheckpointError as error:
-        return f"the checkpoint's value is not read: {str(error).partition(': a ')[2]}", {}
+        return f"the checkpoint's value cannot be read: {str(error).partition(': a ')[2]}", {}
     record = {"kind": "stateful", "class": class_name(thing), "layout": "", "tree": tree}
     return record, tensors
 
@@ -431,45 +431,47 @@ def _record_of(
 def _start_of(data: ElasticLoader, source: ForeignCheckpoint) -> tuple[dict[str, Any], Outcome]:
     """Return the state of a loader that continues at the start of the checkpoint's epoch.
 
-    Which samples of that epoch were seen is unknown, because the other tool has an order of its
-    own.
+    Which samples of that epoch were seen is unknown, because the other tool has its own order.
     """
     now = data.state_dict()
     epoch = 0.0 if source.epoch is None else source.epoch
     samples = round(epoch * now["n"]) if source.samples is None else source.samples
     state = now | {"epoch": int(epoch), "step": source.step or 0, "samples": samples}
     if source.epoch is None:
-        why = "the checkpoint does not say how far the data was: epoch 0 begins at its first sample"
+        why = "the checkpoint does not say how far the data was; epoch 0 starts at its first sample"
         return state, Outcome("fresh", why)
-    known, seen = _seen_twice(data, source, epoch), "their samples are seen twice"
+    known, seen = _seen_twice(data, source, epoch), "Its samples will be seen twice."
     if known is not None:
-        seen = f"about {count(known, 'sample')} are seen twice"
-    begins = f"epoch {int(epoch)} begins again: the checkpoint was"
+        seen = f"About {count(known, 'sample')} will be seen twice."
+    begins = f"epoch {int(epoch)} restarts from its first sample: the checkpoint was saved"
     if source.batches:
         return state, Outcome(
-            "fresh", f"{begins} {source.batches} batches into it, in an order of its tool's: {seen}"
+            "fresh",
+            f"{begins} {count(source.batches, 'batch', 'batches')} into it, but the other tool's "
+            f"sample order is unknown. {seen}",
         )
     if epoch != int(epoch):
         part = f"{epoch - int(epoch):.0%}"
         return state, Outcome(
-            "fresh", f"{begins} {part} into it, in an order of its tool's: {seen}"
+            "fresh",
+            f"{begins} {part} into it, but the other tool's sample order is unknown. {seen}",
         )
-    why = f"{count(int(epoch), 'whole epoch')}: the next one begins"
+    why = f"{count(int(epoch), 'whole epoch')}; the next one starts"
     if known:
         why += (
-            f"; at step {source.step}, that is in mid epoch by this loader's {len(data)} steps, in "
-            f"an order of the tool's: {seen}"
+            f". By this loader's {len(data)} steps per epoch, step {source.step} is in the middle "
+            f"of an epoch, but the other tool's sample order is unknown. {seen}"
         )
     return state, Outcome("derived", why)
 
 
 def _seen_twice(data: ElasticLoader, source: ForeignCheckpoint, epoch: float) -> int | None:
-    """Estimate how many samples of the epoch that begins again were seen; None if unknown.
+    """Estimate how many samples of the epoch that restarts were seen; None if unknown.
 
-    If the checkpoint counts no samples, its steps count, as if they were as large as the loader's.
+    If the checkpoint counts no samples, its steps are assumed to have the size of the loader's.
     """
     now = data.state_dict()
-    if "deal" in now:  # a stream, with rows that nobody has counted
+    if "deal" in now:  # a stream, whose rows have not been counted
         return None
     if epoch != int(epoch):
         return round((epoch - int(epoch)) * now["n"])

@@ -12,7 +12,7 @@ from anyrank.models.tensors import find_tensors
 
 
 def is_counter(name: str) -> bool:
-    """Return whether a tensor counts the updates of torch's AveragedModel, by its name."""
+    """Return True if a tensor, by its name, counts the updates of torch's AveragedModel."""
     return name.rpartition(".")[2] == AVERAGED
 
 
@@ -21,7 +21,7 @@ def updates_of(module: nn.Module, counters: Collection[str], step: int) -> int:
     if it set one, else the checkpoint's step, and at least 1.
 
     At 0 the next update would copy the model over the average. An average of equal weights gives
-    the next ones a share of 1 / (updates + 1), so 1 would give them half of it.
+    the next ones a weight of 1 / (updates + 1), so 1 would give them half of it.
 
     Args:
         module: the AveragedModel, or a module that has one.
@@ -33,7 +33,7 @@ def updates_of(module: nn.Module, counters: Collection[str], step: int) -> int:
 
 
 def set_updates(module: nn.Module, counters: Collection[str], updates: int) -> None:
-    """Set these counters of a module, which has its average."""
+    """Set these counters of a module, whose averages are loaded."""
     with torch.no_grad():
         for tensor in _named(module, counters):
             tensor.fill_(updates)

@@ -1,4 +1,4 @@
-"""Look for other content in a folder for a new run, by names alone: no file is opened."""
+"""Look for other content in a folder for a new run, only by names: no file is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyrank.sources.endings import format_of
 from anyrank.sources.readers.folders import checkpoint_among, is_of_tool
 from anyrank.sources.run_step import INDEX, list_steps
 
-MAX_FOLDERS = 200  # most folders to list; in an object store each costs a request
+MAX_FOLDERS = 200  # maximum number of folders to list; in an object store each costs a request
 MEGATRON = "latest_checkpointed_iteration.txt"
 # Weights in a subfolder. Files of a user's own data may also end in .bin and .pt.
 WEIGHTS_NAME = re.compile(
@@ -21,19 +21,19 @@ WEIGHTS_NAME = re.compile(
 
 
 def _has_run_files(names: Sequence[str]) -> bool:
-    """Return whether a save of a run wrote these files; DCP folders of `convert` have neither."""
+    """Return True if a save of a run wrote these files; DCP folders of `convert` have neither."""
     return MANIFEST in names or INDEX in names
 
 
 def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) -> str | None:
-    """Say why a folder cannot hold a new run, with the way out; None if it can.
+    """Explain why a folder cannot hold a new run, with the way out; return None if it can.
 
-    Looks into the folder and its subfolders, no deeper.
+    Looks into the folder and its direct subfolders only.
 
     Args:
         storage: storage of the folder.
         path: path of the folder.
-        own_names: pattern of subfolders that a save of the run itself may have begun.
+        own_names: pattern of subfolders that an earlier save of the run itself may have created.
 
     Raises:
         OSError: the storage cannot list the folder.
@@ -43,12 +43,12 @@ def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) 
     entries = _list_entries(storage, path)
     names = [*entries]
     if MANIFEST in names:
-        return "is one step of a run: give the run's folder"
+        return "is a step of a run. Pass the run's folder."
     sign = None if _has_run_files(names) else checkpoint_among(names)
     if sign is not None and not is_of_tool(names) and format_of(sign) == "torch":
         return _tool_message(join_path(path, sign), sign)
     if sign is not None or is_of_tool(names) or MEGATRON in names:
-        return _tool_message(path, sign or "by the names in it")
+        return _tool_message(path, sign or "recognized by the names in it")
     folders = [name for name, is_dir in entries.items() if is_dir and name[0] != "."]
     folders = [name for name in folders if not own_names.match(name)]
     for name in sorted(folders, key=_numbers_in, reverse=True)[:MAX_FOLDERS]:
@@ -59,12 +59,12 @@ def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) 
 
 
 def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
-    """Do what `find_other_content` does, for a subfolder."""
+    """Do the work of `find_other_content` for a subfolder."""
     names = [*_list_entries(storage, folder)]
     if list_steps(storage, folder, names):
         return (
-            f"holds runs, and is no run itself: give Checkpoints({folder!r}) to resume that one, "
-            "or a folder that does not exist yet for a new run"
+            f"contains run folders but is not one itself. Pass one of them, such as "
+            f"Checkpoints({folder!r}), to resume it, or a new folder for a new run."
         )
     if _has_run_files(names):
         return None  # a step without its manifest, or a renamed one
@@ -72,19 +72,19 @@ def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
     if weights and checkpoint_among(names) and not is_of_tool(names):
         is_torch = format_of(weights[0]) == "torch"
         return _tool_message(join_path(folder, weights[0]) if is_torch else folder, weights[0])
-    return _tool_message(folder, "by the names in it") if is_of_tool(names) else None
+    return _tool_message(folder, "recognized by the names in it") if is_of_tool(names) else None
 
 
 def _tool_message(path: str, sign: str) -> str:
     return (
-        f"holds no step of a run, but a checkpoint of another tool, {path} ({sign}): give "
-        f"Checkpoints a folder of its own, and begin the run with resume({path!r}), or for the "
-        f"weights alone call anyrank.load(model, {path!r})"
+        f"contains another tool's checkpoint ({path}, {sign}), not an anyrank run. Use a separate "
+        f"folder for Checkpoints, and start the run with resume({path!r}); for only the weights, "
+        f"call anyrank.load(model, {path!r})."
     )
 
 
 def _list_entries(storage: Storage, folder: str) -> Mapping[str, bool]:
-    """List the entries; none if the folder is absent or this user may not read it (lost+found)."""
+    """List the entries; none if the folder does not exist or is not readable (lost+found)."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         return storage.entries(folder)
     return {}

@@ -1,8 +1,8 @@
 """An optimizer state that another tool saved, as the record of an optimizer of a run.
 
-Tools keep it by the parameter's name, or by its number in the optimizer, as `state_dict()` does.
-Numbers mean the parameters of an optimizer that was made in the same way: with as many groups, of
-as many parameters, in the same order.
+Tools identify a parameter by its name, or by its number in the optimizer, as `state_dict()` does.
+Numbers are only valid for an optimizer that was made in the same way: with the same number of
+groups, with the same number of parameters, in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from anyrank.sources.foreign.checkpoint import ForeignGroup, ForeignOptimizer, U
 from anyrank.tensors.names import match_keys
 from anyrank.tensors.spec import StoredTensor
 
-# Options that torch added over the years, with defaults that keep the older behavior.
+# Options that torch has added over time, with defaults that keep the older behavior.
 LATER = {*IMPLEMENTATION, "maximize", "amsgrad", "decoupled_weight_decay"}
 # State that torch's optimizers keep for each parameter that was stepped, in its shape.
 KEPT = {
@@ -35,7 +35,7 @@ KEPT = {
     "Rprop": ("prev", "step_size"),
     "ASGD": ("ax",),
 }
-SHOWN = 10  # problems to show for one optimizer
+SHOWN = 10  # maximum number of problems to show for one optimizer
 
 
 def record_of(
@@ -45,7 +45,7 @@ def record_of(
     names: Names,
     rename: Callable[[str], str],
 ) -> tuple[dict[str, Any], dict[str, StoredTensor], list[str]]:
-    """Make the record of an optimizer part, list the tensors it refers to, and what does not fit.
+    """Make the record of an optimizer part; list its tensors, and what does not match.
 
     Args:
         part: name of the part in the state.
@@ -99,7 +99,7 @@ def _json(value: Mapping[str, Any], where: str, put: Callable[[str, Any], Any]) 
 
 
 def _options(optimizer: Optimizer, group: ForeignGroup) -> dict[str, Any]:
-    """Return the hyperparameters of a saved group; missing ones are as they are now."""
+    """Return the hyperparameters of a saved group; missing ones have their current values."""
     now = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     known = {key: value for key, value in group.options.items() if not isinstance(value, Unread)}
     late = {key: now[key] for key in LATER & now.keys() - known.keys()}
@@ -107,12 +107,12 @@ def _options(optimizer: Optimizer, group: ForeignGroup) -> dict[str, Any]:
 
 
 def _problems_of_class(part: str, optimizer: Optimizer, source: ForeignOptimizer) -> list[str]:
-    """List signs that another kind of optimizer saved the state."""
+    """List signs that a different kind of optimizer saved the state."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer):
         return [
-            f"{part}: a {name} keeps state that only its own methods know, and another tool's "
-            f"checkpoint has no such state: leave it as it is with skip=[{part!r}]"
+            f"{part}: a {name} has state that only its own methods can read, and another tool's "
+            f"checkpoint does not have such a state. Leave it unchanged with skip=[{part!r}]."
         ]
     options = [group.options for group in source.groups]
     lost = sorted(
@@ -122,16 +122,16 @@ def _problems_of_class(part: str, optimizer: Optimizer, source: ForeignOptimizer
     )
     if lost:
         return [
-            f"{part}: is a {name}, whose {', '.join(lost)} the checkpoint's optimizer did not "
-            f"have: make it of the class that the run was trained with, or skip=[{part!r}]"
+            f"{part}: is a {name}, but the checkpoint was saved by an optimizer without "
+            f"{', '.join(lost)}. Use the class of the original run, or pass skip=[{part!r}]."
         ]
     decoupled = optimizer.defaults.get("decoupled_weight_decay")
     if decoupled is not None and any(
         group.get("decoupled_weight_decay", decoupled) != decoupled for group in options
     ):
         return [
-            f"{part}: is a {name}, and the checkpoint's decays weights the other way (Adam and "
-            f"AdamW): make it of the class that the run was trained with, or skip=[{part!r}]"
+            f"{part}: is a {name}, and the checkpoint's optimizer applies weight decay differently "
+            f"(Adam / AdamW). Use the class of the original run, or pass skip=[{part!r}]."
         ]
     return []
 
@@ -143,7 +143,7 @@ def _our_names(
     names: Names,
     rename: Callable[[str], str],
 ) -> tuple[dict[str | int, str], list[str]]:
-    """Map the checkpoint's names of parameters to this state's; list what does not fit."""
+    """Map the checkpoint's names of parameters to this state's; list what does not match."""
     keys = [*source.state, *(key for group in source.groups for key in group.params)]
     own_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     own_names: dict[str | int, str] = {key: f"parameter {key}" for key in keys}
@@ -154,14 +154,13 @@ def _our_names(
             flat = " (flat ones, if FSDP1 saved it)" if sum(sizes) < sum(now) else ""
             return own_names, [
                 f"{part}: the checkpoint numbers the parameters, and has groups of {sizes} "
-                f"parameters{flat} where this optimizer has {now}: make it with the groups, in "
-                "the order, that the run was trained with, or leave it as it is with "
-                f"skip=[{part!r}]"
+                f"parameters{flat} but this optimizer has {now}. Make it with the groups of the "
+                f"original run, in the same order, or leave it unchanged with skip=[{part!r}]."
             ]
         for saved, params in zip(source.groups, own_groups, strict=True):
             own_names |= {key: param.name for key, param in zip(saved.params, params, strict=True)}
         lost = [key for key in source.state if own_names[key] == f"parameter {key}"]
-        problem = in_line(f"{part}: state of parameters that no group has", list(map(str, lost)))
+        problem = in_line(f"{part}: state of parameters that are in no group", list(map(str, lost)))
         return own_names, [problem] if lost else []
     flat = [param for group in own_groups for param in group]
     try:
@@ -179,7 +178,7 @@ def _our_names(
 def _misfits(
     where: str, entries: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
 ) -> list[str]:
-    """Describe the saved state of a parameter that cannot be that parameter's."""
+    """Describe the saved state of a parameter that does not match that parameter."""
     lost = [key for key in kept if key not in entries] if entries else []
     problems = [f"{where}: the checkpoint has no {', '.join(lost)}"] if lost else []
     for key, value in entries.items():
@@ -189,7 +188,7 @@ def _misfits(
         part = len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape)
         if not whole and (key in kept or not (part or value.numel == 1)):
             problems.append(
-                f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, and its "
-                f"parameter {list(shape)}"
+                f"{where}.{key}: has shape {list(value.shape)} in the checkpoint, but its "
+                f"parameter has {list(shape)}"
             )
     return problems

@@ -1,4 +1,4 @@
-"""The state of a schedule that another tool saved: whether it fits, and what it counts."""
+"""The state of a scheduler that another tool saved: whether it matches, and what it counts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from anyrank.runs.state.resume_report import Outcome
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint, is_plain_number
 from anyrank.wording import count
 
-# Entries besides its count that a schedule changes in its steps; they cannot be divided.
+# Entries besides its count that a scheduler changes in its steps; they cannot be divided.
 COUNTERS = {"T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
-INNER = "_schedulers"  # the states of the schedules within one
-MORE = 1.5  # times the step: a higher count is not due to steps that a GradScaler left out
+INNER = "_schedulers"  # the states of the schedulers within one
+MORE = 1.5  # times the step: a higher count is not due to steps that a GradScaler skipped
 
 
 def other_kind(part: str, thing: Any, tree: Any) -> str | None:
-    """Return the problem of a saved state that comes from another kind of schedule.
+    """Return the problem of a saved state that comes from a different class of scheduler.
 
-    No tool saves the class, so the public entries show it: those of the schedule, and of those
-    within.
+    No tool saves the class, so the public entries are compared: those of the scheduler, and of
+    those within it.
     """
     if not isinstance(thing, LRScheduler) or not isinstance(tree, dict):
         return None
@@ -31,32 +31,33 @@ def other_kind(part: str, thing: Any, tree: Any) -> str | None:
     if not differ:
         return None
     return (
-        f"{part}: is a {type(thing).__name__}, and the checkpoint's is of another class (only one "
-        f"of them has {', '.join(differ)}): make it as it was, or leave it with skip=[{part!r}]"
+        f"{part}: is a {type(thing).__name__}, but the checkpoint's scheduler has another class "
+        f"(only one of them has {', '.join(differ)}). Use the class of the original run, or leave "
+        f"it unchanged with skip=[{part!r}]."
     )
 
 
 def _differing_entries(now: Mapping[Any, Any], saved: Mapping[Any, Any]) -> list[str]:
-    """Name the entries that only one of two states of a schedule has."""
+    """Return the names of entries that only one of two states of a scheduler has."""
     names = {str(key) for key in now} ^ {str(key) for key in saved}
     differ = sorted(name for name in names if not name.startswith("_") and name != "verbose")
     inner, saved_inner = _inner(now), _inner(saved)
     if not differ and len(inner) != len(saved_inner):
-        return [f"{len(inner)} and {len(saved_inner)} schedules within it"]
+        return [f"{len(inner)} and {count(len(saved_inner), 'inner scheduler')}"]
     for pair in zip(inner, saved_inner, strict=False):
         differ = differ or _differing_entries(*pair)
     return differ
 
 
 def _inner(state: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-    """Return the states of the schedules within one, from files that may hold anything there."""
+    """Return the states of the inner schedulers; a file may hold anything there."""
     inner: Any = state.get(INNER)
     rows = cast("list[Any]", inner) if isinstance(inner, list) else []
     return [row for row in rows if isinstance(row, dict)]
 
 
 def counted(state: Any) -> int | float | None:
-    """Return how often a schedule was stepped, by its own state or that of the first one within."""
+    """Return how often a scheduler was stepped, by its own state or that of its first inner one."""
     if not isinstance(state, dict):
         return None
     known = cast("dict[Any, Any]", state)
@@ -70,13 +71,13 @@ def counted(state: Any) -> int | float | None:
 def in_optimizer_steps(
     part: str, thing: Any, tree: Any, source: ForeignCheckpoint
 ) -> tuple[Any, Outcome | None]:
-    """Convert a schedule's state to one step of the schedule per optimizer step.
+    """Convert a scheduler's state to one scheduler step per optimizer step.
 
-    If it was stepped more often, as Accelerate does once for each process, its count is divided.
-    Its other constants, which that number had multiplied, become those that it is made with now.
+    If it was stepped more often, for example by Accelerate, once per process, its count is divided.
+    Its other constants, which that factor had multiplied, are taken from the current scheduler.
 
     Returns:
-        The state, and its outcome if it is not the saved one.
+        The state, and its outcome if the saved state was changed.
 
     Raises:
         CheckpointError: the state cannot be divided.
@@ -90,35 +91,36 @@ def in_optimizer_steps(
     saved = cast("dict[Any, Any]", tree)
     strange = sorted(_counters(saved))
     if step is None or total != step * often or strange:
-        why = f"it counts {total:g}" + (f", and has {', '.join(strange)}" if strange else "")
+        why = f"its count is {total:g}" + (f", and it has {', '.join(strange)}" if strange else "")
         why += ", and the optimizer's state does not count steps" if step is None else ""
-        why += "" if step is None else f", at step {step}"
+        why += "" if step is None else f" at step {step}"
         raise CheckpointError(
-            f"{part}: {_stepped(source)}, {often} times in a step, which cannot be undone here: "
-            f"{why}: if it was stepped otherwise, say how often with scheduler_steps=, else leave "
-            f"it with skip=[{part!r}]: it begins anew then"
+            f"{part}: {_stepped(source)}, {often} times per optimizer step, which cannot be undone "
+            f"here, because {why}. Pass the true factor with scheduler_steps=, or restart it with "
+            f"skip=[{part!r}]."
         )
     reason = (
-        f"{_stepped(source)}, {often} times in a step: {total:g} became {step}; a schedule "
-        f"that was not made {often} times as long for it is old({often} * step) now"
+        f"{_stepped(source)}, {often} times per optimizer step, so {total:g} became {step}; a "
+        f"schedule f(step) that was not stretched by {often} is now f({often} * step)"
     )
     return _at_count(thing.state_dict(), saved, step), Outcome("derived", reason)
 
 
 def _stepped(source: ForeignCheckpoint) -> str:
     if source.says_scheduler_steps:
-        return f"it was stepped, as scheduler_steps={source.scheduler_steps} says"
-    return f"{source.tool} steps it once for each process"
+        return f"it was stepped according to scheduler_steps={source.scheduler_steps}"
+    return f"{source.tool} steps it once per process"
 
 
 def _counters(state: Mapping[Any, Any]) -> set[str]:
-    """Name what a schedule, or one within it, counts besides its steps."""
+    """Return the names of what a scheduler, or an inner one, counts besides its steps."""
     counters = {str(key) for key in state} & COUNTERS
     return counters.union(*(_counters(row) for row in _inner(state)))
 
 
 def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> dict[str, Any]:
-    """Return the state of a schedule made as `now`, after `steps` steps, with the saved rates."""
+    """Return the state of a scheduler made as `now`, after `steps`, with the saved learning
+    rates."""
     state: dict[str, Any] = {**saved, **now}
     state |= {key: saved[key] for key in ("base_lrs", "_last_lr") if key in saved}
     state |= {"last_epoch": steps} if "last_epoch" in now else {}
@@ -126,7 +128,7 @@ def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> d
     rows = [*zip(_inner(now), _inner(saved), strict=False)]
     if rows:
         ends = [*now["_milestones"], inf] if "_milestones" in now else [inf] * len(rows)
-        # A SequentialLR begins the next one at a milestone; a ChainedScheduler steps all of them.
+        # A SequentialLR starts the next one at a milestone; a ChainedScheduler steps all of them.
         begins = [0, *ends[:-1]] if "_milestones" in now else [0] * len(rows)
         counts = [
             max(0, min(steps, end - 1) - begin) for begin, end in zip(begins, ends, strict=True)
@@ -137,20 +139,20 @@ def _at_count(now: Mapping[str, Any], saved: Mapping[Any, Any], steps: int) -> d
     return state
 
 
-def doubts_on_count(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
-    """Return warnings for the report if a schedule's count cannot be that of the step."""
+def count_warnings(part: str, tree: Any, source: ForeignCheckpoint) -> list[str]:
+    """Return warnings for the report if a scheduler's count cannot be the step's."""
     total, step = counted(tree), source.step
     if total is None or step is None or source.says_scheduler_steps:
         return []
-    if total <= max(step + 1, MORE * step):  # also a schedule of epochs, or of each n-th step
+    if total <= max(step + 1, MORE * step):  # also a scheduler of epochs, or of each n-th step
         return []
-    often = f", {total / step:g} times as many" if step else ""
-    way_out = f"skip=[{part!r}] begins it anew"
+    often = f" ({total / step:g} times as many)" if step else ""
+    way_out = f"skip=[{part!r}] restarts it"
     if step and total % step == 0:
         times = int(total) // step
-        way_out = f"resume(path, scheduler_steps={times}) counts {count(step, 'step')} in its place"
+        way_out = f"resume(path, scheduler_steps={times}) uses {step} instead"
     return [
-        f"{part}: it has counted {total:g} where the checkpoint is at step {step}{often}, as "
-        "where each of several processes or microbatches steps it: its learning rate is that of "
-        f"count {total:g}; {way_out}"
+        f"{part}: the scheduler has stepped {total:g} times at optimizer step {step}{often}, so "
+        "each process or microbatch probably stepped it. Its learning rate is that of count "
+        f"{total:g}; {way_out}."
     ]

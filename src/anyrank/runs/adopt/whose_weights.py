@@ -1,4 +1,5 @@
-"""Find which of a checkpoint's weights an optimizer has trained, and which are an average."""
+"""Find which of a checkpoint's weights an optimizer has trained, and which are an average of
+them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.part_names import is_average
 
 
-def average_of(
+def find_average(
     state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
 ) -> dict[str, str]:
-    """Find the one module without a part of its name in the checkpoint whose names and shapes are
-    those of the checkpoint's average of the weights, which no part is named after.
+    """Find the one module that the checkpoint does not name, and whose names and shapes are those
+    of the checkpoint's average of the weights, if no part has the average's name.
     """
     parts = state.parts.parts
     modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
@@ -32,14 +33,15 @@ def average_of(
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors, by name, without what torch's AveragedModel adds."""
+    """Return the shapes of a model's tensors by name, without the names that AveragedModel adds."""
     plain = {key.removeprefix("module."): value for key, value in tensors.items()}
     plain.pop(AVERAGED, None)
     return {key: tuple(value.shape) for key, value in plain.items() if hasattr(value, "shape")}
 
 
 def candidates_for(thing: Any, source: ForeignCheckpoint) -> list[str]:
-    """Name what a checkpoint has of a part's kind; for a schedule what looks like one's state."""
+    """Return the checkpoint's names of a part's kind; for a scheduler, what looks like its
+    state."""
     if isinstance(thing, nn.Module):
         return [*source.weights]
     if isinstance(thing, Optimizer):
@@ -51,14 +53,14 @@ def candidates_for(thing: Any, source: ForeignCheckpoint) -> list[str]:
 
 
 def _is_schedule(state: Any) -> bool:
-    """Return whether a state has what torch's schedules save."""
+    """Return True if a state has entries that torch's schedulers save."""
     names = ("last_epoch", "_last_lr", "_schedulers", "num_bad_epochs")
     return isinstance(state, dict) and any(name in state for name in names)
 
 
 def is_copy_of_model(part: str, parts: Mapping[str, Any]) -> bool:
-    """Return whether a module has the names and shapes of the model, as an average of it has, and
-    would not begin with the model's values by itself, as torch's AveragedModel does.
+    """Return True if a module has the names and shapes of the model, as its average has, and does
+    not start with the model's values by itself, as torch's AveragedModel does.
     """
     model, module = parts.get("model"), parts[part]
     if not isinstance(model, nn.Module) or module is model or isinstance(module, AveragedModel):
@@ -66,18 +68,18 @@ def is_copy_of_model(part: str, parts: Mapping[str, Any]) -> bool:
     return _shapes(module.state_dict()) == _shapes(model.state_dict())
 
 
-def doubt_on_weights(
+def weights_warning(
     part: str, source: ForeignCheckpoint, path: str, used: Collection[str], is_chosen: bool
 ) -> str | None:
     """Return a warning for the report if a model's weights may not be those that its optimizer has
     trained: an average of them, or one of several tables that could be the model's.
 
     Args:
-        part: part of the model, which is read, as is the optimizer's state.
+        part: part of the model, which is read together with the optimizer's state.
         source: the checkpoint.
         path: path of the checkpoint.
         used: names of what is read.
-        is_chosen: whether the user says from which table.
+        is_chosen: whether the user chose the table.
     """
     key, tensors = source.keys.get(part, part), source.weights[part].tensors
     file = "" if "ema" in source.weights else path.rstrip("/").rpartition("/")[2]
@@ -85,9 +87,9 @@ def doubt_on_weights(
     if AVERAGED in tensors or names:
         sign = f"is in {names[0]}" if names else f"has {AVERAGED}"
         return (
-            f"{part}: what was read from {key} is an average by its name or its entries (it "
-            f"{sign}), and the optimizer's state is that of the weights it was made of: read those "
-            f"if the tool has saved them (parts={{{part!r}: ...}}, or another file)"
+            f"{part}: {key} appears to hold averaged weights (it {sign}), but the optimizer's "
+            "state belongs to the weights before averaging. If the tool has saved those too, "
+            f"select them with parts={{{part!r}: ...}}, or pass another file."
         )
     alike = [
         source.keys.get(name, name)
@@ -98,7 +100,7 @@ def doubt_on_weights(
     if not others or is_chosen:
         return None
     return (
-        f"{part}: was read from {key}, and {', '.join(others)} has the same names and shapes: "
-        f"nothing says which the optimizer has trained; parts={{{part!r}: {others[0]!r}}} takes "
-        "the other"
+        f"{part}: was read from {key}, but {', '.join(others)} has the same names and shapes, and "
+        "the checkpoint does not say which of them the optimizer has trained. To read the other, "
+        f"pass parts={{{part!r}: {others[0]!r}}}."
     )

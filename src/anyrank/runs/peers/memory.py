@@ -1,4 +1,4 @@
-"""Snapshots of a run in the memory of its machines, which outlives the processes of the ranks.
+"""Snapshots of a run in the memory of its machines, which survives the processes of the ranks.
 
 A snapshot is a step of a run, in a folder of each machine's tmpfs. A machine holds the files of its
 own ranks and a copy of the files of the machine before it, so one machine may be lost. A snapshot
@@ -41,7 +41,7 @@ log = logging.getLogger("anyrank.saving")
 
 
 class PeerMemory(RunListener):
-    """The snapshots of one run, as one rank sees them. All ranks keep and fetch them together.
+    """The snapshots of one run, as one rank sees them. Every rank keeps and fetches them together.
 
     Keeps one snapshot, and a second one while that is written.
 
@@ -64,7 +64,7 @@ class PeerMemory(RunListener):
         ]
 
     def open(self) -> None:
-        """Make the run's folder, and remove unfinished snapshots of killed ranks. Any rank."""
+        """Make the run's folder, and remove unfinished snapshots. Any rank may call it."""
         with storing(self.folder.path):
             make_folder(self.folder.path)
         self._remove_except(*(step.name for step in self.folder.whole_steps()))
@@ -72,13 +72,13 @@ class PeerMemory(RunListener):
     # -- keep -------------------------------------------------------------------------------------
 
     def tell(self, number: int) -> bool:
-        """Return whether a snapshot is due after this step; the first rank's clock decides."""
+        """Return True if a snapshot is due after this step; the first rank's clock decides."""
         return self._has_room and self._cadence.is_due(number, self._last)
 
     def on_step(self, news: Any) -> None:
         """Write and commit a snapshot if it is due.
 
-        If a machine has no room, the memory is emptied with a warning, and keeps nothing more.
+        If a machine has no room, the memory is emptied with a warning, and no more is kept.
         """
         if not news:
             return
@@ -91,17 +91,17 @@ class PeerMemory(RunListener):
             self._has_room = False
             self._remove_except()
             if self.ranks.index == 0:
-                log.warning("peers: nothing is kept in memory from now on: %s", error)
+                log.warning("peers: in-memory snapshots are disabled: %s", error)
             return
         self._last = time.monotonic()
         seconds, step = time.perf_counter() - start, snapshot.manifest.step
-        log.debug("step %d is in memory, after %.3f s", step, seconds)
+        log.debug("in-memory snapshot of step %d done in %.3f s", step, seconds)
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write and commit a snapshot.
 
         Raises:
-            CheckpointError: a machine has no room; the snapshot before is still there.
+            CheckpointError: a machine has no room; the previous snapshot still exists.
         """
         ranks, folder = self.ranks, self.folder
         name = step_name(snapshot.manifest.step)
@@ -120,7 +120,7 @@ class PeerMemory(RunListener):
             index = describe_tensors(snapshot, rows or ())
             return index.to_bytes(), describe_step(snapshot, rows or (), now)
 
-        # Each machine commits it, and knows from it what it receives.
+        # Each machine commits it, and learns from it what it receives.
         index, manifest = ranks.run_on_one("describing the snapshot", describe)
         send_files(self._plan_copies(manifest.ranks), temporary, ranks)
 
@@ -132,11 +132,11 @@ class PeerMemory(RunListener):
                 folder.commit(temporary, manifest.step, manifest)
 
         ranks.run("committing the snapshot", commit)
-        self._remove_except(name)  # the new one is whole on all machines
+        self._remove_except(name)  # the new one is complete on all machines
 
     @property
     def _is_first_on_machine(self) -> bool:
-        """Return whether this rank is the first on its machine."""
+        """Return True if this rank is the first on its machine."""
         return self._machine_ranks[self.ranks.node][0] == self.ranks.rank
 
     def _plan_copies(self, files: Sequence[RankFiles]) -> list[FileTransfer]:
@@ -153,7 +153,7 @@ class PeerMemory(RunListener):
         return transfers
 
     def _remove_except(self, *kept: str) -> None:
-        """Remove all other snapshots from this machine's memory. Any rank."""
+        """Remove all other snapshots from this machine's memory. Any rank may call it."""
         for name in set(self.folder.names()) - {*kept} if self._is_first_on_machine else ():
             with contextlib.suppress(OSError):  # the next one tries again
                 self.folder.store.remove_folder(self.folder.join(name))
@@ -164,16 +164,16 @@ class PeerMemory(RunListener):
         return SnapshotSearch(folder, verify, self.ranks, self._snapshots(), self.bring)
 
     def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
-        """Keep only what was restored: other snapshots are of steps that are done again."""
+        """Keep only what was restored: other snapshots are of steps that will be repeated."""
         if report is not None:
             is_snapshot = step is not None and not step.is_on_disk
             self._remove_except(*([step_name(report.step)] if is_snapshot else []))
         return report
 
     def _snapshots(self) -> list[PeerSnapshot]:
-        """List the snapshots without missing files, the newest first. Equal on all ranks."""
-        # Once in a resume: the first rank of each machine lists its snapshots, the others nothing,
-        # and all find which machine has which file.
+        """List the snapshots without missing files, newest first. The same on every rank."""
+        # Once per resume: the first rank of each machine lists its snapshots, the others nothing,
+        # and together they find which machine has which file.
         what = "looking at the machines' memory"
         _, answers = self.ranks.run_and_gather(what, lambda: (None, self._list_own()))
         snapshots: dict[tuple[int, str, str], PeerSnapshot] = {}
@@ -189,14 +189,14 @@ class PeerMemory(RunListener):
         return [snapshots[key] for key in sorted(snapshots, reverse=True) if not missing[key]]
 
     def _list_own(self) -> dict[tuple[int, str, str], tuple[dict[str, int], set[str]]]:
-        """List this machine's committed snapshots, each with its files' sizes and absent files."""
+        """List this machine's committed snapshots, with the files' sizes and the absent files."""
         snapshots: dict[tuple[int, str, str], tuple[dict[str, int], set[str]]] = {}
         for step in self.folder.whole_steps() if self._is_first_on_machine else ():
             path = self.folder.join(step.name)
             try:
                 manifest = read_manifest(self.folder.store, path)
             except CheckpointError as error:
-                log.warning("%s: is skipped: %s", path, error)
+                log.warning("%s is skipped: %s", path, error)
                 continue
             sizes = manifest.sizes
             file_sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
@@ -205,7 +205,7 @@ class PeerMemory(RunListener):
         return snapshots
 
     def bring(self, snapshot: PeerSnapshot, names: Sequence[str]) -> None:
-        """Fetch files of a snapshot that this machine's ranks read. All ranks.
+        """Fetch files of a snapshot that this machine's ranks read. Collective.
 
         Args:
             snapshot: the snapshot.
@@ -227,8 +227,8 @@ class PeerMemory(RunListener):
 
 
 def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) -> list[RunListener]:
-    """Open the memory that `anyrank run` made for these ranks; warn and return none without it.
-    All ranks.
+    """Open the memory that `anyrank run` made for these ranks; warn and return [] if there is none.
+    Collective.
 
     Args:
         path: path of the run.
@@ -247,8 +247,8 @@ def open_memory(path: str, state: TrainState, ranks: Ranks, cadence: Cadence) ->
         return [memory]
     if ranks.index == 0:
         log.warning(
-            "peers= keeps nothing in memory: %s have none that outlives them: start the script "
-            "with `anyrank run`; the files are saved as usual",
+            "peers= has no effect: no memory survives %s. Start the script with `anyrank run`. "
+            "Checkpoints on disk are saved as usual.",
             ranks.name_ranks(without),
         )
     return []

@@ -40,7 +40,7 @@ class PeerSnapshot:
     machines: dict[str, list[int]]
 
     def examine(self) -> SnapshotCandidate:
-        """Return it as a candidate, with its damage. On its holder."""
+        """Return it as a candidate, with its damage. Only on its holder."""
         name = step_name(self.step)
         try:
             manifest = read_manifest(LocalStorage(), self.path)
@@ -60,12 +60,12 @@ class SnapshotCandidate(Candidate):
 
 class SnapshotSearch(StepSearch):
     """Searches the folder's steps and the snapshots; a snapshot is read if both are equally new.
-    Damaged snapshots are skipped, and stay where they are.
+    Corrupt snapshots are skipped, and not moved.
 
     Args:
         folder, verify, ranks: as for `StepSearch`.
-        snapshots: snapshots, the newest first.
-        bring: makes files of a snapshot readable on this rank. Called by all ranks.
+        snapshots: snapshots, newest first.
+        bring: makes files of a snapshot readable on this rank. Collective.
     """
 
     def __init__(
@@ -87,17 +87,18 @@ class SnapshotSearch(StepSearch):
             return super().find_candidate()
         del self.snapshots[0]
         candidate = self.ranks.run_on_one(what, snapshot.examine, snapshot.holder)
-        return replace(candidate, snapshot=snapshot)  # each machine has a folder of its own
+        return replace(candidate, snapshot=snapshot)  # each machine has its own folder
 
     def _is_next(self, snapshot: PeerSnapshot) -> bool:
-        """Return whether a snapshot is of this run and the folder has no newer step. One rank."""
+        """Return True if a snapshot is of this run and the folder has no newer step. On one
+        rank."""
         steps = self.folder.steps()
         if steps and steps[0].number > snapshot.step:
             return False
         try:
             self.folder.check_run(snapshot.run)
         except CheckpointError as error:
-            log.warning("%s: a snapshot in memory is not used: %s", snapshot.path, error)
+            log.warning("%s: an in-memory snapshot is not used: %s", snapshot.path, error)
             return False
         return True
 
@@ -117,7 +118,7 @@ class SnapshotSearch(StepSearch):
             super().reject(candidate, damage)
             return
         self.count_lost(candidate, damage)
-        note = f"skipped: the snapshot of step {candidate.step} in memory: {damage}"
+        note = f"skipped: the in-memory snapshot of step {candidate.step}: {damage}"
         self.notes.append(note)
         if self.ranks.index == 0:
             log.warning("%s: LOST: %s", self.folder.path, note)

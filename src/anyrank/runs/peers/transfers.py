@@ -14,7 +14,7 @@ from anyrank.files.storage import join_path, storing
 from anyrank.loading.sharing.passing import exchange
 from anyrank.world.ranks import Ranks
 
-BLOCK_BYTES = 32 << 20  # in one message
+BLOCK_BYTES = 32 << 20  # per message
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class FileTransfer:
 
 
 def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> None:
-    """Send files of this machine's folder, and receive those of others into it. All ranks.
+    """Send files of this machine's folder, and receive other machines' files into it. Collective.
 
-    The files are mapped: bytes go from memory to memory, with no copy in between.
+    The files are mapped, so bytes go from memory to memory without a copy in between.
 
     Args:
-        transfers: the same list on all ranks.
+        transfers: the same list on every rank.
         folder: folder on this machine; made if it does not exist.
-        ranks: all ranks that the list names, and maybe others.
+        ranks: all ranks in the list, and possibly others.
 
     Raises:
         CheckpointError: a machine has no room, or lost a file.
@@ -65,17 +65,17 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
     exchange(ranks, sent, received, "sending the snapshot to other machines")
     ranks.run(
         "sending the snapshot to other machines", lambda: None
-    )  # because all ranks of the machine read it
+    )  # because every rank of the machine reads it
 
 
 def make_folder(path: str) -> None:
-    """Make a folder, never its parent: the parent's removal means that the run has ended."""
+    """Make a folder, but not its parent: if the parent was removed, the run has ended."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
 
 
 def _create(path: str, nbytes: int) -> None:
-    """Make a file and reserve its memory: writing to a mapping without memory kills the process."""
+    """Make a file and reserve its memory: a write to a mapping without memory kills the process."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # left by an earlier, interrupted transfer
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

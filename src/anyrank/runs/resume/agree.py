@@ -17,7 +17,7 @@ from anyrank.world.ranks import Ranks
 def agree_on_run(
     state: TrainState, folder: RunFolder, options: SaveOptions, ranks: Ranks, has_callback: bool
 ) -> bool:
-    """Compare the arguments of a run's objects, and look at its folder. All ranks.
+    """Compare the arguments of a run's objects, and look at its folder. Collective.
 
     Args:
         state: state of the run.
@@ -27,11 +27,11 @@ def agree_on_run(
         has_callback: whether this rank has `on_commit`.
 
     Returns:
-        Whether any rank has `on_commit`.
+        True if any rank has `on_commit`.
 
     Raises:
-        CheckpointError: arguments or data differ between ranks; the folder is another tool's; an
-            optimizer cannot be saved.
+        CheckpointError: arguments or data differ between ranks; the folder belongs to another
+            tool; an optimizer cannot be saved.
     """
     compare_arguments(ranks, "Checkpoints", vars(options), CheckpointError)
     for loader in state.parts.loaders():
@@ -49,8 +49,8 @@ def agree_on_run(
 
 
 def become_writer(state: TrainState, folder: RunFolder, lock: RunLock, ranks: Ranks) -> None:
-    """Take the run's lock on the first rank; refuse to save within a step, or beside another writer
-    of the folder. Any rank.
+    """Take the run's lock on the first rank; raise CheckpointError in the middle of a step, or if
+    another process writes to the folder. Any rank may call it.
     """
     check_boundary(state)
     if ranks.index == 0:

@@ -31,7 +31,7 @@ from anyrank.runs.resume.resume import resume_run
 from anyrank.runs.resume.save_records import SaveRecords
 from anyrank.runs.resume.signals import PendingSignals
 from anyrank.runs.saving.background import BackgroundSave
-from anyrank.runs.saving.collect import Snapshot, check_boundary, collect, warn_of_refusal
+from anyrank.runs.saving.collect import Snapshot, check_boundary, collect, warn_about_refusal
 from anyrank.runs.saving.lock import RunLock
 from anyrank.runs.saving.run_folder import RunFolder
 from anyrank.runs.saving.write import SaveRecord, write
@@ -55,28 +55,28 @@ class Checkpoints:
     """The checkpoints of one run, in one folder, and the loop that makes them.
 
     Every rank makes one with the same arguments, and calls it from one thread. Any rank may call
-    `latest`, `saved` and `stats`; all other methods are for all ranks together.
-    Leaving the `with` block saves the last completed step, unless an exception leaves it.
+    `latest` and `saved`; all other methods are collective: every rank must call them.
+    Leaving the `with` block saves the last completed step; leaving it by an exception does not.
 
     Args:
-        path: a folder or URL for this run alone; made if it does not exist.
+        path: a folder or URL for only this run; made if it does not exist.
         state: the state to save and resume.
-        keep: how many of the newest steps stay, at least 2.
-        every: save every so many steps (500 or "500") or after a time ("10min"), decided on the
+        keep: number of newest steps to retain, at least 2.
+        every: save interval: a number of steps (500 or "500") or a time ("10min"), measured on the
             first rank; None saves at the end, when asked, and on SIGTERM and SIGUSR1.
-        background: stop the training only for a copy; at most one save is in flight.
-        verify: compare every byte that a resume reads with its checksum; False: the sizes of all
-            files, and the checksums of the small ones.
-        keep_every: steps that are multiples of it, or for which it returns True, are kept.
+        background: pause training only while the state is copied; at most one save is pending.
+        verify: compare every byte that a resume reads with its checksum; False: only the sizes of
+            all files, and the checksums of the small ones.
+        keep_every: steps that are multiples of it, or for which it returns True, are never removed.
         on_commit: called on the first rank with each `SaveRecord` once it is committed.
-        peers: under `anyrank run`, keep a snapshot in the machines' memory after each step, for a
-            restart to continue from; or after some number of steps or a time, as for `every`.
-        replicas_every: compare all that should be equal on the ranks, model and optimizers, each
-            time after so many steps; saves compare parts of it. An error names each difference.
+        peers: under `anyrank run`, keep a snapshot in the machines' memory after every step, for a
+            restart to continue from; or at an interval of steps or time, as for `every`.
+        replicas_every: interval in steps at which replicas of the model and the optimizers are
+            compared in full; every save compares a part. An error names each difference.
         process_group: the ranks that take part, or `anyrank.ALONE` for this process. Default: all.
 
     Raises:
-        TypeError: `state` is not a TrainState, or an argument has another type.
+        TypeError: `state` is not a TrainState, or an argument has the wrong type.
         ValueError: an argument is not one of the values above.
 
     Example::
@@ -123,16 +123,16 @@ class Checkpoints:
         self._process_group = process_group
         self._groups = contextlib.ExitStack()
         self._ranks: Ranks | None = None
-        # It takes the path and not `self`, which would keep a dropped run and its signals.
+        # It takes the path and not `self`, which would keep an unreferenced run and its signals.
         path = self.path
         self._signals = PendingSignals(lambda: f"{path}: step {state.step + 1}")
         self._lock = RunLock(self._folder.store, self._folder.absolute_path)
         self._background = BackgroundSave(self._write) if background else None
         self._counter = StepCounter(state)
-        self._is_training = False  # whether a loop was begun; equal on all ranks
+        self._is_training = False  # whether a loop was started; the same on every rank
         self._has_stepped = False
         self._on_disk: tuple[int, str | None] | None = None  # step and run that were saved last
-        self._branch: int | None = None  # the step that was resumed, if there were newer ones
+        self._branch: int | None = None  # the step that was resumed, if newer ones existed
         self._last_save = time.monotonic()
         self._records = SaveRecords(on_commit)
         self._listeners = Listeners()
@@ -152,44 +152,43 @@ class Checkpoints:
         scheduler_steps: int | None = None,
         settings: Settings = "saved",
     ) -> ResumeReport | None:
-        """Restore the run, on as many ranks as there are now. All ranks.
+        """Restore the run on the current number of ranks. Collective: every rank must call it.
 
-        The newest undamaged step is restored; damaged ones are renamed `.aside-...`, and reported.
+        The newest undamaged step is restored; corrupt ones are renamed `.aside-...` and reported.
         Everything is compared before anything is changed. Random generators are restored last.
 
-        A path into this run means that step, and the run's own path means its newest. Any other
-        path begins this run with a checkpoint from elsewhere: a step of another run, or of another
-        tool. What such a checkpoint has is taken over, and the report lists the rest. Once the run
-        has steps of its own, these are resumed, so that a job that restarts continues.
+        A path inside this run selects that step; the run's own path selects the newest. Any other
+        path starts this run from a checkpoint elsewhere: a step of another run, or of another tool.
+        Everything that the state can use is restored, and the report lists the rest. Once the run
+        has its own steps, these are resumed, so that a restarted job continues.
 
         Args:
             which: "auto": the newest, or None for an empty folder; "must": an empty folder is an
                 error; a number: that step (the next save sets newer ones aside); a path or URL.
-            skip: parts of the state that stay as they are, or "random", the generators; with a
-                path, only when the run begins.
-            fresh: names of parameters, or patterns as "head.*", that the checkpoint need not have:
-                they keep their values, and their state in the optimizer starts anew.
-            drop: names of parameters, or patterns, for which the checkpoint may hold what the state
-                no longer has, such as moments of layers that are frozen now.
+            skip: parts of the state that are not restored, or "random" for the generators; with a
+                path, only when the run starts.
+            fresh: parameters, by name or pattern such as "head.*", that may be missing from the
+                checkpoint: they keep their values, and their optimizer state is reset.
+            drop: parameters, by name or pattern, for which the checkpoint may hold values that the
+                state no longer has, such as moments of layers that are frozen now.
             rename: for another tool's checkpoint, as for `load`: from its names to the model's.
             parts: for another tool's checkpoint: part of the state -> its name there.
-            epoch: for another tool's checkpoint: number of whole epochs that the run has done.
-            scheduler_steps: for another tool's checkpoint: how often its schedules were stepped in
-                each optimizer step, as Accelerate steps them once for each process.
-            settings: settings of schedules and optimizers (T_max, lr, betas) that the script gives
-                otherwise than the saved run's: "saved" keeps the saved ones, and warns of each;
-                "script" uses the script's, with schedules at their counts, and warns of it too.
+            epoch: for another tool's checkpoint: number of completed epochs.
+            scheduler_steps: for another tool's checkpoint: how many times the tool stepped its
+                schedulers per optimizer step (Accelerate: once per process).
+            settings: what to do if hyperparameters of schedulers and optimizers (T_max, lr, betas)
+                differ between the script and the saved run: "saved" keeps the saved ones, "script"
+                uses the script's, with schedulers at their counts. Each difference is a warning.
 
         Returns:
-            The report, equal on all ranks; None if there is nothing to resume.
+            The report, the same on every rank; None if there is nothing to resume.
 
         Raises:
-            ValueError: `which` is none of these, or is a file of this run outside of its steps.
-            CheckpointError: the step does not fit the state, which is then unchanged; arguments or
-                data differ between ranks; or reading failed in the middle, and the state may not be
-                used before it is resumed again.
-            CorruptCheckpoint: there are steps, and all are damaged.
-            UnsafeFile: another tool's pickle that would run code; nothing was run.
+            ValueError: `which` is none of these, or is a file of this run outside its steps.
+            CheckpointError: the step does not match the state, which is unchanged; ranks differ in
+                arguments or data; or reading failed midway, and the state must be resumed again.
+            CorruptCheckpoint: the run has steps, and all of them are corrupt.
+            UnsafeFile: another tool's pickle would run code; nothing was run.
             RankError: a rank died or failed in an unforeseen way.
 
         Example::
@@ -226,14 +225,14 @@ class Checkpoints:
     def steps(self, *, until: int | None = None, epochs: int | None = None) -> Iterator[Step]:
         """Iterate over the steps of the run's `ElasticLoader`; save when due and at the end.
 
-        A step counts when it is whole: its microbatches ran, and an optimizer of the state stepped.
-        However the body is left after that, by `break`, `return` or an exception, the step counts;
-        one that is left earlier comes again. An exception that leaves the `with` block saves
-        nothing. Goes from epoch to epoch; a run that is already at its end gets no step. All ranks.
+        A step counts once all its microbatches have run and an optimizer of the state has stepped,
+        even if the body is then left by `break`, `return` or an exception. A step that is left
+        earlier is repeated. An exception that leaves the `with` block saves nothing. Epochs follow
+        one another; a finished run yields no steps. Collective: every rank must call it.
 
         Args:
-            until: optimizer steps of the whole run, earlier processes included.
-            epochs: epochs of the whole run; give this or `until`.
+            until: optimizer steps of the whole run, including earlier processes.
+            epochs: epochs of the whole run; pass this or `until`.
 
         Returns:
             The steps, each to be trained with `step.microbatches(model)`.
@@ -270,10 +269,9 @@ class Checkpoints:
             self.save(unless_saved=True)
 
     def step_done(self) -> None:
-        """Complete an optimizer step in a loop of your own, and save when due. All ranks.
-
-        Here a background save that failed raises its error, and signals that any rank got are
-        handled: SIGTERM (a last save, then SystemExit) and SIGUSR1 (a save).
+        """Complete an optimizer step in your own loop, and save when due. Collective: every rank
+        must call it. Errors of a failed background save are raised here, and signals of any rank
+        are handled: SIGTERM (a last save, then SystemExit) and SIGUSR1 (a save).
 
         Raises:
             CheckpointError: the step is not complete, and counts on no rank; or replicas differ; or
@@ -291,8 +289,8 @@ class Checkpoints:
         self.count_step()()
 
     def count_step(self) -> Callable[[], None]:
-        """Count a step as `step_done` does, and leave the save to the returned function: code
-        between the two, such as an epoch's schedule, belongs to the step. All ranks call both.
+        """Count a step like `step_done`, and return a function that saves if a save is due. Code
+        between these calls, such as a scheduler's step, is part of the step. Both are collective.
         """
         self._signals.watch()
         ranks = self._open("step_done")
@@ -317,9 +315,9 @@ class Checkpoints:
             known = BoundaryReport(*row)
             self._counter.count()
             self._counter.learn_ahead(ranks, known.ahead)
-        if not self._has_stepped:  # its optimizers have their state from now on
+        if not self._has_stepped:  # its optimizers have their state from this step on
             self._has_stepped = True
-            warn_of_refusal(self._state, ranks)
+            warn_about_refusal(self._state, ranks)
         if known.save_failed:
             self.wait()
         if ranks.size > 1 and (known.has_foreign_gradients or options.compares_replicas(number)):
@@ -327,21 +325,21 @@ class Checkpoints:
         return partial(self._end_step, known)
 
     def _end_step(self, known: BoundaryReport) -> None:
-        """Do what is due after a step. All ranks."""
+        """Do what is due after a step. Collective."""
         self._listeners.on_step(known.news)
         signals = {*known.signals}
         if known.save_is_due or signals:
             self._save_for(signals)
 
     def end_if_asked(self) -> None:
-        """End the run if SIGTERM has come to any rank: for long loops within a step, such as an
-        evaluation. All ranks, equally often; each call is one agreement.
+        """Stop the run if any rank has received SIGTERM: for long loops within a step, such as an
+        evaluation. Every rank must call it, equally often; each call is one agreement.
 
-        The last whole step is saved, and SystemExit raised. The step that is under way is whole if
-        an optimizer of the state has stepped: call it after everything that the step changes.
+        The last complete step is saved, and SystemExit raised. The current step is complete if an
+        optimizer of the state has stepped: call this after everything that the step changes.
 
         Raises:
-            CheckpointError: within a step of a state without an optimizer; or as for `save`.
+            CheckpointError: in the middle of a step of a state without an optimizer; or as `save`.
         """
         self._signals.watch()
         ranks = self._open("end_if_asked")
@@ -351,25 +349,26 @@ class Checkpoints:
             self._save_for(signals)
 
     def _save_for(self, signals: Set[int]) -> None:
-        """Save because it is due, or for a signal; end the run after SIGTERM. All ranks."""
+        """Save because it is due, or for a signal; end the run after SIGTERM. Collective."""
         self.save(unless_saved=True)
         self._signals.mark_done(signals)
         if signal.SIGTERM in signals:
             self.close()
-            log.warning("SIGTERM: step %d is saved, and the run ends here", self._state.step)
+            log.warning("SIGTERM: step %d is saved, and the run stops here", self._state.step)
             raise SystemExit(128 + signal.SIGTERM)
 
     # -- save -------------------------------------------------------------------------------------
 
     def save(self, *, unless_saved: bool = False) -> None:
-        """Save now, at a step boundary; with background=True, return after a copy. All ranks.
+        """Save now, at a step boundary; with background=True, return after a copy. Collective:
+        every rank must call it.
 
         Args:
-            unless_saved: do not warn if the step is saved already. It stays as it is either way.
+            unless_saved: do not warn if the step is already saved. It is not changed either way.
 
         Raises:
-            CheckpointError: something cannot be saved, a rank could not write, or the call comes
-                within a step. Nothing is committed then, unless only the last sync failed.
+            CheckpointError: something cannot be saved, a rank could not write, or a step is not
+                complete. Nothing is committed then, unless only the final fsync failed.
             RankError: another rank ended.
 
         Example::
@@ -386,7 +385,7 @@ class Checkpoints:
         if (state.step, state.run) == self._on_disk:
             ranks.run("preparing a save", lambda: check_boundary(state))
             if ranks.index == 0:
-                self._records.warn_of_saved(self.path, state, always=not unless_saved)
+                self._records.warn_about_saved(self.path, state, always=not unless_saved)
         else:
             become = partial(become_writer, state, self._folder, self._lock, ranks)
             snapshot = collect(state, ranks, become)
@@ -401,7 +400,7 @@ class Checkpoints:
         self._listeners.on_save()
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
-        """Write a snapshot into files, in the main or the background thread. All ranks."""
+        """Write a snapshot into files, in the main or the background thread. Collective."""
         record = write(
             snapshot,
             self._folder,
@@ -418,27 +417,27 @@ class Checkpoints:
         self._records.add(record, ranks)
 
     def wait(self) -> None:
-        """Wait until no save is in flight. All ranks.
+        """Wait until no background save is pending. Collective: every rank must call it.
 
         Raises:
-            CheckpointError: the save that was in flight failed.
+            CheckpointError: the pending save failed.
         """
         if self._background and self._ranks and self._background.is_in_flight:
             self._record_save(self._background.wait(), self._ranks)
 
     def latest(self) -> str | None:
-        """Path of the newest committed step, or None. Any rank."""
+        """Return the path of the newest committed step, or None. Any rank may call it."""
         steps = self._folder.whole_steps()
         return self._folder.user_path(steps[0].name) if steps else None
 
     def saved(self) -> list[SavedStep]:
-        """Committed steps, the newest first, without damaged ones. Any rank."""
+        """Return the committed steps without corrupt ones, newest first. Any rank may call it."""
         return self._folder.saved()
 
     # -- open and close ---------------------------------------------------------------------------
 
     def _open(self, call: str) -> Ranks:
-        """Return the ranks; the first call opens and checks the run. All ranks."""
+        """Return the ranks; the first call opens and checks the run. Collective."""
         if self._ranks is None:
             opened = open_ranks(self._process_group, f"Checkpoints.{call}()")
             ranks = self._groups.enter_context(opened)
@@ -454,12 +453,13 @@ class Checkpoints:
         return self._ranks
 
     def close(self) -> None:
-        """Finish what is in flight, and release the folder, the signals and the groups. All ranks.
+        """Wait for a pending save, and release the folder lock, signal handlers and process groups.
 
-        Does not save; leaving the `with` block does. A later call opens everything again.
+        Collective: every rank must call it. Does not save; leaving the `with` block does. A later
+        call opens everything again.
 
         Raises:
-            CheckpointError: the save that was in flight failed; all else is still released.
+            CheckpointError: the pending save failed; everything else is still released.
         """
         try:
             self.wait()
@@ -487,7 +487,7 @@ class Checkpoints:
                     self._background.finish_for_error(add)
                 if self._ranks is not None:  # the others may wait for this rank, which may live on
                     text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-                    why = f"rank {self._ranks.rank} has left the run by {text}"
+                    why = f"rank {self._ranks.rank} left the run because of {text}"
                     first = self._ranks.end(why, is_death(error))
                     # To torch a rank that failed looks like one that died: a closed connection.
                     error = first if first and is_death(error) else error

@@ -1,4 +1,4 @@
-"""The listeners of one run: its log, and those that its options and its ranks call for."""
+"""The listeners of one run: its log, and those that its options and its ranks need."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from anyrank.world.ranks import Ranks
 
 
 class Listeners(list[RunListener]):
-    """Tells each listener, in an order that is the same on all ranks."""
+    """Calls each listener, in an order that is the same on every rank."""
 
     def open_search(self, folder: RunFolder, verify: bool, ranks: Ranks) -> StepSearch:
-        """Open the search for the newest step. All ranks.
+        """Open the search for the newest step. Collective.
 
-        It is that of a listener which knows of more steps than the folder, or that of the folder.
+        A listener that knows of more steps than the folder opens it; otherwise the folder does.
         """
         searches = (listener.open_search(folder, verify) for listener in self)
         return next(filter(None, searches), None) or StepSearch(folder, None, verify, ranks)
 
     def on_resume(self, report: ResumeReport | None, step: StepOfRun | None) -> ResumeReport | None:
-        """Tell that the run was resumed, or began; return the report with additions. All ranks."""
+        """Report that the run was resumed or started; return the extended report. Collective."""
         for listener in self:
             report = listener.on_resume(report, step)
         return report
 
     def tell(self, number: int) -> list[Any]:
-        """Collect what each listener tells the other ranks of a step before it counts."""
+        """Collect what each listener tells the other ranks about a step before it counts."""
         return [listener.tell(number) for listener in self]
 
     def join(self, news: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Merge what ranks tell."""
+        """Merge the reports of ranks."""
         rows = zip(self, news, others, strict=True)
         return [listener.join(of_some, of_others) for listener, of_some, of_others in rows]
 
     def on_step(self, news: Sequence[Any]) -> None:
-        """Tell that a step has counted, and what the ranks have told of it. All ranks."""
+        """Report that a step has counted, with what the ranks have told about it. Collective."""
         for listener, of_listener in zip(self, news, strict=True):
             listener.on_step(of_listener)
 
     def on_save(self) -> None:
-        """Tell that a save has ended, or continues in the background. All ranks."""
+        """Report that a save has ended, or continues in the background. Collective."""
         for listener in self:
             listener.on_save()
 
     def close(self, error: BaseException | None) -> None:
-        """Tell that the run is closed; its listeners hear nothing more."""
+        """Report that the run is closed; its listeners are not called again."""
         for listener in self:
             listener.on_close(error)
         self.clear()
@@ -63,7 +63,7 @@ class Listeners(list[RunListener]):
 def open_listeners(
     state: TrainState, folder: RunFolder, lock: RunLock, options: SaveOptions, ranks: Ranks
 ) -> Listeners:
-    """Open the listeners of a run that is being opened. All ranks.
+    """Open the listeners of a run that is opened. Collective.
 
     Args:
         state: state of the run.
@@ -73,7 +73,7 @@ def open_listeners(
         ranks: ranks of the run.
     """
     opened, waited_sec = Listeners(), float
-    if ranks.size > 1:  # one rank waits for nobody
+    if ranks.size > 1:  # a single rank never waits for another
         pace = PaceListener(state, ranks)
         opened.append(pace)
         waited_sec = pace.waited_sec

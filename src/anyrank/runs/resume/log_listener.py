@@ -63,13 +63,13 @@ class LogListener(RunListener):
         return None if report is None else replace(report, redone_steps=redone_steps)
 
     def _note_restart(self) -> int:
-        """Note the end of a resume; return how many steps came after it at most. The first rank."""
+        """Record the end of a resume; return an upper bound on the repeated steps. The first
+        rank."""
         self._restart_sec, self._last = self._since_last(), time.monotonic()
         lines = read_log(self._folder.absolute_path) if self._writes else ()
         for last_line in collections.deque(lines, maxlen=1):
-            # A process that was killed has done steps since its last line, fewer than until the
-            # next one. One whose other ranks were killed writes a last line, usually between two
-            # others.
+            # A killed process has done steps since its last line, fewer than until the next one.
+            # One whose other ranks were killed writes a last line, usually between two others.
             since_line = last_line.step % LINE_STEPS
             is_last = last_line.event in (END, ERROR) or (since_line and last_line.event != START)
             unknown = 0 if is_last else LINE_STEPS - 1 - since_line
@@ -79,7 +79,7 @@ class LogListener(RunListener):
         return self._redone_steps
 
     def tell(self, number: int) -> tuple[float, float] | None:
-        """Weighted sum and weight of this rank's losses, in a step that gets a line in the log."""
+        """Return the weighted sum and weight of this rank's losses, in a step that is logged."""
         data = self._state.data
         run = data.position.current if isinstance(data, ElasticLoader) else None
         last = run.passes[-1] if run is not None and run.passes else None
@@ -111,7 +111,7 @@ class LogListener(RunListener):
         if not self._has_begun:
             return
         event = ERROR if isinstance(error, Exception) else END
-        # If another rank died, this process did not end on its own: it counts as killed.
+        # If another rank died, this process did not end by itself: it counts as killed.
         self._write(self._state.step, event="" if is_death(error) else event)
         if self._writes and log.isEnabledFor(logging.INFO):
             run_time = sum_up(read_log(self._folder.absolute_path))
@@ -146,4 +146,4 @@ class LogListener(RunListener):
                 file.write(b"\n" * is_cut + lines.encode())
         except OSError as error:
             self._writes = False
-            log.warning("%s: the log is not continued: %s", self._folder.path, error)
+            log.warning("%s: the log ends here: %s", self._folder.path, error)

@@ -1,7 +1,7 @@
 """The loop over the steps of a run: where it ends, and which of its steps count.
 
-A step counts if its microbatches ran and an optimizer of the state stepped, however its body was
-left.
+A step counts if its microbatches have run and an optimizer of the state has stepped, no matter how
+its body was left.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.resume")
 
-EARLY_STEP = "the optimizer stepped before all of its microbatches were run"
+EARLY_STEP = "the optimizer stepped before all of its microbatches had run"
 
 
 BoundaryRow: TypeAlias = "tuple[Any, ...]"
 
 
 class BoundaryReport(NamedTuple):
-    """The report of one or several ranks at the end of a step; sent as a plain tuple.
+    """The report of one or more ranks at the end of a step; sent as a plain tuple.
 
     Attributes:
         save_failed: whether a background save has failed.
         signals: SIGTERM and SIGUSR1, if a rank got one.
         save_is_due: whether a save in files is due; the first rank's clock decides.
         ahead: report on the first batches of the next step, if they were fetched.
-        news: what the run's listeners tell, in their order.
+        news: reports of the run's listeners, in their order.
         has_foreign_gradients: see `StepHooks`.
     """
 
@@ -56,7 +56,7 @@ class BoundaryReport(NamedTuple):
 
     @property
     def row(self) -> BoundaryRow:
-        """Return the tuple to send, without a class name, which would outweigh the rest."""
+        """Return the tuple to send, without a class name, which would be larger than the rest."""
         return tuple(self)
 
 
@@ -65,7 +65,7 @@ def join_reports(
     row: BoundaryRow,
     other_row: BoundaryRow,
 ) -> BoundaryRow:
-    """Merge what ranks say at the end of a step; the first rank's report comes first."""
+    """Merge the reports of ranks at the end of a step; the first rank's report comes first."""
     report, other = BoundaryReport(*row), BoundaryReport(*other_row)
     ahead = report.ahead or other.ahead
     if report.ahead is not None and other.ahead is not None:
@@ -81,15 +81,15 @@ def join_reports(
 
 
 def join_signals(signals: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    """Merge the signals that ranks have got."""
+    """Merge the signals that ranks have received."""
     return tuple(sorted({*signals, *others}))
 
 
 class Loop(Iterator[Step]):
-    """The iterator that `Checkpoints.steps` returns: each `for` begins where the run is.
+    """The iterator that `Checkpoints.steps` returns: each `for` starts at the run's current step.
 
-    Each `for` has an iterator of its own, so that leaving the loop closes it, even if this object
-    is kept in a variable. `next()` uses another iterator.
+    Each `for` has its own iterator, so that leaving the loop closes it, even if this object is kept
+    in a variable. `next()` uses another iterator.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
@@ -108,12 +108,12 @@ class StepHooks:
     """Hooks on a state's optimizers that record whether one has stepped.
 
     Attributes:
-        optimizers: those of the state that take hooks.
+        optimizers: optimizers of the state that accept hooks.
         handles: handles of the hooks.
         stepped: set by any of the hooks; reset when a step counts, and before each body.
         has_foreign_gradients: whether an optimizer made its first step with gradients of parameters
-            that `microbatches()` did not get: these are this rank's alone, unless the script has
-            exchanged them itself.
+            that `microbatches()` did not get: these are only this rank's, unless the script has
+            reduced them itself.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -125,13 +125,13 @@ class StepHooks:
         self.optimizers: list[Optimizer] = []
         self.handles: list[RemovableHandle] = []
         for optimizer in map(innermost, state.parts.optimizers()):
-            # A wrapper that was not made by torch's __init__ has no place for hooks.
+            # A wrapper that torch's __init__ did not make has no attribute for hooks.
             with contextlib.suppress(AttributeError):
                 self.handles.append(optimizer.register_step_post_hook(self._on_step))
                 self.optimizers.append(optimizer)
 
     def missed_gradients(self) -> bool:
-        """Return whether gradients are left that no optimizer used; False with a GradScaler."""
+        """Return True if an optimizer left gradients unused; False with a GradScaler."""
         if self.stepped or self._has_scaler:
             return False
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -140,7 +140,7 @@ class StepHooks:
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepped = True
         begun = [sync for loader in self._loaders for sync in loader.position.begun]
-        if begun and optimizer not in self._looked_at:  # once, because each look costs time
+        if begun and optimizer not in self._looked_at:  # only once, because each check costs time
             self._looked_at.add(optimizer)
             known = {id(param) for sync in begun for param in sync.parameters}
             params = (param for group in optimizer.param_groups for param in group["params"])
@@ -149,10 +149,10 @@ class StepHooks:
 
 
 class StepCounter:
-    """Counts the steps that a process completes, in the loop of `steps()` and outside of it.
+    """Counts the steps that a process completes, inside and outside the loop of `steps()`.
 
     Attributes:
-        completed: number of steps that were counted.
+        completed: number of counted steps.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -161,21 +161,21 @@ class StepCounter:
         # It takes the handles, which hold no optimizer: one may have hooks that hold this run.
         for handle in self._hooks.handles:
             weakref.finalize(self, handle.remove).atexit = False
-        self._body: Step | None = None  # the step whose body runs now
-        self._has_warned = False  # of a step in which no optimizer stepped
+        self._body: Step | None = None  # the step whose body is running
+        self._has_warned = False  # about a step in which no optimizer stepped
         self.completed = 0
 
     def check_countable(self) -> None:
-        """Refuse to count a step that is not complete, or that `steps()` counts itself.
+        """Check that a step may be counted: it is complete, and `steps()` does not count it itself.
 
         Raises:
-            CheckpointError: microbatches have not run, the body of `steps()` runs, or the state is
-                half restored.
+            CheckpointError: microbatches have not run, the body of `steps()` is running, or the
+                state is only partly restored.
         """
         if self._body is not None:
             raise CheckpointError(
-                "step_done() in the body of steps(), which counts the step itself at the body's "
-                "end: leave step_done() out, or go over the ElasticLoader in a loop of your own"
+                "do not call step_done() inside the loop over steps(), which counts each step "
+                "itself. Remove the call, or iterate over the ElasticLoader instead."
             )
         self._state.parts.check_usable()
         for loader in self._begun_loaders:
@@ -183,7 +183,7 @@ class StepCounter:
 
     @property
     def _begun_loaders(self) -> list[ElasticLoader]:
-        """`data`, and others of which a microbatch has run that does not count yet."""
+        """Return `data`, and other loaders with a microbatch that has run and not been counted."""
         data = self._state.data
         return [
             loader for loader in self._state.parts.loaders() if loader is data or loader.in_step
@@ -214,33 +214,35 @@ class StepCounter:
         """Handle the end of a body.
 
         Raises:
-            CheckpointError: the loop was left meanwhile, which has accounted for this step.
+            CheckpointError: the loop was left meanwhile, and this step was handled then.
         """
         if self._body is not step:
             raise CheckpointError(
-                f"the loop over steps() was left at step {step.number}, when the run was closed or "
-                "another loop began, and its iterator was kept: call steps() again"
+                "the iterator of steps() is no longer valid: the run was closed, or a new loop was "
+                f"started, at step {step.number}. Call steps() again."
             )
         self._body = None
         if not self._has_warned and self._hooks.missed_gradients():
             self._has_warned = True
             log.warning(
-                "step %d: no optimizer of the state has stepped, and there are gradients: the step "
-                "counts, and a checkpoint does not hold them: for larger batches raise "
-                "global_batch, for an optimizer of another kind call step_done() in your own loop",
+                "step %d: gradients were computed, but no optimizer in the TrainState stepped. The "
+                "step counts, and gradients are not saved. To accumulate over more samples, raise "
+                "global_batch; if your optimizer is not a torch optimizer, call step_done() in "
+                "your own loop.",
                 step.number,
             )
 
     def leave_body(self) -> None:
-        """Account for a body that did not run to its end, if any. Never raises."""
+        """Handle a body that did not run to its end, if any. Never raises."""
         if self._body is not None:
             self._body = None
             self._leave_step()
 
     def leave_step(self) -> None:
-        """Account for the step that is under way, in a body or in a loop of the user's.
+        """Handle the current step, in a body or in the user's own loop.
 
-        Without a known optimizer only such a loop knows whether its step is whole: then it stays.
+        Without a known optimizer only the user's loop knows whether its step is complete, so the
+        step is left as it is.
         """
         loaders = self._state.parts.loaders()
         if self._body is not None:
@@ -263,15 +265,15 @@ class StepCounter:
             self._state.parts.unusable = _lost_step_text(self._state.step, EARLY_STEP)
         else:
             for position in begun:
-                position.abandon_step()  # the weights are those of the step before
+                position.abandon_step()  # the weights are those of the previous step
 
     def forget_steps(self) -> None:
-        """Forget the optimizers' steps until now: they do not belong to the next step."""
+        """Forget the optimizers' steps so far: they do not belong to the next step."""
         self._hooks.stepped = self._hooks.has_foreign_gradients = False
 
     @contextlib.contextmanager
     def guard_boundary(self) -> Generator[None]:
-        """Mark the state as unusable if it is interrupted inside (Ctrl-C) before it counts."""
+        """Mark the state as unusable if Ctrl-C interrupts the block before the step counts."""
         try:
             yield
         except Exception:
@@ -283,30 +285,30 @@ class StepCounter:
 
     @property
     def _ahead(self) -> OwnBatches | None:
-        """First batches of the next step, if they were fetched."""
+        """The first batches of the next step, if they were fetched."""
         data = self._state.data
         return data.position.ahead if isinstance(data, ElasticLoader) else None
 
     @property
     def has_foreign_gradients(self) -> bool:
-        """True if the step that ends has foreign gradients; see `StepHooks`."""
+        """True if the current step has foreign gradients; see `StepHooks`."""
         return self._hooks.has_foreign_gradients
 
     def ahead(self, rank: int) -> Ahead | None:
-        """Return what this rank says of the next step's batches; None if nothing."""
+        """Return this rank's report on the next step's batches; None if there are none."""
         ahead = None if self._ahead is None else self._ahead.ahead(rank)
         return ahead if ahead is not None and (ahead.failed or ahead.report) else None
 
     def learn_ahead(self, ranks: Ranks, ahead: Ahead | None) -> None:
-        """Learn from all ranks which of them could not fetch batches of the next step."""
+        """Record from the ranks' reports which of them could not fetch batches of the next step."""
         if self._ahead is not None:
             self._ahead.learn(ranks, ahead or Ahead({}, 0, []))
 
     def has_whole_steps(self, ranks: Ranks) -> bool:
-        """Return whether steps were counted and none is under way: then leaving saves. All ranks.
+        """Return True if steps were counted and none is incomplete: then leaving saves. Collective.
 
         Raises:
-            CheckpointError: a step that does not count has changed the state of a rank.
+            CheckpointError: a step that was not counted has changed the state of a rank.
         """
 
         def report() -> tuple[bool, bool]:
@@ -320,8 +322,8 @@ class StepCounter:
         )
         if is_within:
             log.warning(
-                "step %d was begun and not completed, so nothing is saved on leaving: the newest "
-                "checkpoint stays the one before",
+                "step %d was not completed, so nothing is saved at exit; the newest checkpoint is "
+                "unchanged",
                 self._state.step,
             )
             return False
@@ -349,29 +351,29 @@ def require_loader(state: TrainState) -> ElasticLoader:
     if not isinstance(state.data, ElasticLoader):
         data = "no data" if state.data is None else f"a {type(state.data).__name__} as data"
         raise TypeError(
-            f"steps() goes over the steps of an ElasticLoader, and the state has {data}: give "
-            "TrainState(data=ElasticLoader(...)), or call step_done() in a loop of your own"
+            f"steps() needs an ElasticLoader; the TrainState has {data}. Pass "
+            "TrainState(data=ElasticLoader(...)), or call step_done() in your own loop."
         )
     return state.data
 
 
 def stop_condition(state: TrainState, until: int | None, epochs: int | None) -> Callable[[], bool]:
-    """Return a function that says whether the run has `until` steps, or `epochs` epochs.
+    """Return a function that returns True once the run has `until` steps, or `epochs` epochs.
 
     Raises:
-        ValueError: neither or both were given, or a negative number; epochs of a stream without
-            end.
+        ValueError: neither or both were passed, or a negative number; epochs of an endless
+            stream.
         TypeError: a number is not an int.
     """
     if (until is None) == (epochs is None):
-        raise ValueError("steps() ends in one way: give until= (optimizer steps) or epochs=")
+        raise ValueError("steps() needs exactly one limit: until= (optimizer steps) or epochs=")
     if epochs is not None and any(loader.position.is_endless for loader in state.parts.loaders()):
-        raise ValueError("endless=True: there are no epochs: give until= (optimizer steps)")
+        raise ValueError("with endless=True there are no epochs; pass until= (optimizer steps)")
     name, limit = ("until", until) if epochs is None else ("epochs", epochs)
     last = check_int(name, limit, 0)  # counted over the whole run
     return lambda: (state.step if epochs is None else state.epoch) >= last
 
 
 def _lost_step_text(number: int, reason: str) -> str:
-    """Say why a state is unusable after a step changed it and did not count."""
-    return f"step {number} does not count, but changed the weights: {reason}"
+    """Return the reason why a state is unusable after a step changed it and did not count."""
+    return f"step {number} was not counted but has already changed the weights: {reason}"

@@ -1,4 +1,4 @@
-"""The arguments of `Checkpoints` and of its resume, with their checks; the same on all ranks."""
+"""The arguments of `Checkpoints` and of its resume, with their checks; the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from anyrank.world.ranks import Ranks
 TIME_PATTERN = re.compile(r"^(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)$")
 UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 RENAMING = (
-    "for a run whose model has other names now, start a new run from its weights: "
+    "If parameters of this run were renamed, start a new run from its weights: "
     "anyrank.load(model, path, rename=...)"
 )
 FOREIGN = ("rename", "parts", "epoch", "scheduler_steps")  # only for another tool's checkpoint
@@ -29,7 +29,7 @@ FOREIGN = ("rename", "parts", "epoch", "scheduler_steps")  # only for another to
 
 @dataclass(frozen=True)
 class ResumeArguments:
-    """The arguments of `Checkpoints.resume`, which describes them."""
+    """The arguments of `Checkpoints.resume`, whose docstring describes them."""
 
     which: str | int | os.PathLike[str]
     skip: Sequence[str]
@@ -43,7 +43,7 @@ class ResumeArguments:
 
     @property
     def path(self) -> str | None:
-        """The path, if one is given."""
+        """The path, if one was passed."""
         which = self.which
         is_path = isinstance(which, os.PathLike) or (
             isinstance(which, str) and which not in ("auto", "must")
@@ -58,15 +58,21 @@ class ResumeArguments:
         """
         which: Any = self.which
         if isinstance(which, bool) or not isinstance(which, (str, int, os.PathLike)):
-            raise TypeError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
+            raise TypeError(
+                f"which={which!r}: expected 'auto', 'must', a step number or a path, got "
+                f"{type(which).__name__}"
+            )
         if which == "" or (isinstance(which, int) and which < 0):
-            raise ValueError(f"resume takes 'auto', 'must', a step or a path, not {which!r}")
+            raise ValueError(f"which={which!r}: must be 'auto', 'must', a step number or a path")
         check_names("skip", self.skip)
         check_names("fresh", self.fresh)
         check_names("drop", self.drop)
         check_choice("settings", self.settings, get_args(Settings))
         if self.rename is not None and self.path is None:
-            raise ValueError(f"rename= is for another tool's checkpoint: give its path; {RENAMING}")
+            raise ValueError(
+                "rename= applies only to another tool's checkpoint, whose path must be passed to "
+                f"resume(). {RENAMING}"
+            )
         renamer(self.rename)
         if self.parts is not None:
             check_type("parts", self.parts, Mapping, "a dict: part of the state -> its name there")
@@ -75,13 +81,16 @@ class ResumeArguments:
                 check_int(name, getattr(self, name), least)
         named = [name for name in FOREIGN if name != "rename" and getattr(self, name) is not None]
         if named and self.path is None:
-            raise ValueError(f"{named[0]}= is for another tool's checkpoint: give its path")
+            raise ValueError(
+                f"{named[0]}= applies only to another tool's checkpoint, whose path must be passed "
+                "to resume()."
+            )
 
     def agree(self, ranks: Ranks) -> None:
-        """Check the arguments, and compare them over the ranks. All ranks.
+        """Check the arguments, and compare them over the ranks. Collective.
 
         Raises:
-            ValueError, TypeError: as for `check`, on all ranks.
+            ValueError, TypeError: as for `check`, on every rank.
             CheckpointError: the arguments differ.
         """
         arguments: dict[str, Any] = {}
@@ -106,14 +115,14 @@ class Cadence:
     seconds: float | None = None
 
     def is_due(self, step: int, last_save: float) -> bool:
-        """Return whether to save after this step; `last_save` is on the monotonic clock."""
+        """Return True if a save is due after this step; `last_save` is on the monotonic clock."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and time.monotonic() - last_save >= self.seconds
 
 
 def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
-    """Return the cadence that `every=`, or an argument of another name, asks for.
+    """Parse the cadence that is passed as `every=`, or as an argument of another name.
 
     Raises:
         TypeError: the value is neither a number nor text.
@@ -129,8 +138,8 @@ def parse_cadence(every: int | str | None, name: str = "every") -> Cadence:
     if match and float(match[1]) > 0:
         return Cadence(seconds=float(match[1]) * UNITS[match[2]])
     raise ValueError(
-        f"{name}={every!r}: give a number of steps, as in {name}=500, or a time, as in '10min' "
-        f"(units: {', '.join(UNITS)})"
+        f"{name}={every!r}: must be a number of steps, such as {name}=500, or a time, such as "
+        f"'10min' (units: {', '.join(UNITS)})"
     )
 
 
@@ -140,7 +149,7 @@ class SaveOptions:
 
     Raises:
         ValueError: an option is not among the allowed values.
-        TypeError: an option has another type.
+        TypeError: an option has the wrong type.
     """
 
     path: str
@@ -153,7 +162,7 @@ class SaveOptions:
     replicas_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("keep", self.keep, 2)  # because the newest may turn out damaged
+        check_int("keep", self.keep, 2)  # because the newest may turn out to be corrupt
         check_bool(background=self.background, verify=self.verify)
         if self.keep_every is not None and not callable(self.keep_every):
             check_int("keep_every", self.keep_every, 1)
@@ -163,13 +172,13 @@ class SaveOptions:
         parse_cadence(_as_every(self.peers), "peers")
 
     def is_kept_forever(self, step: int) -> bool:
-        """Return whether a step of this number is never removed. On the first rank."""
+        """Return True if a step of this number is never removed. On the first rank."""
         if callable(self.keep_every):
             return self.keep_every(step)
         return self.keep_every is not None and step % self.keep_every == 0
 
     def compares_replicas(self, step: int) -> bool:
-        """Return whether the replicas are compared at the end of a step."""
+        """Return True if the replicas are compared at the end of a step."""
         return self.replicas_every is not None and step % self.replicas_every == 0
 
     @property
@@ -184,5 +193,5 @@ class SaveOptions:
 
 
 def _as_every(peers: bool | int | str) -> int | str | None:
-    """Turn `peers=` into a cadence: True means each step, False never."""
+    """Convert `peers=` into a cadence: True means every step, False never."""
     return int(peers) or None if isinstance(peers, bool) else peers

@@ -1,4 +1,4 @@
-"""The listener that measures a run's pace; only with several ranks, one of which may be slow."""
+"""The listener that measures a run's pace; only with several ranks, to find a slow one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PaceListener(RunListener):
         return 0.0 if self._pace is None else self._pace.waited_sec
 
     def tell(self, number: int) -> bool:
-        """Return whether this rank has the times of its last steps; mostly it has not."""
+        """Return True if this rank has measured a full window of steps, which is rarely so."""
         return self._pace is not None and self._pace.has_window
 
     def join(self, news: Any, others: Any) -> bool:
@@ -61,5 +61,5 @@ class PaceListener(RunListener):
             if Pace.running is not None:  # that of a watch; only one can run at a time
                 Pace.running.close()
             self._pace = Pace(model, [innermost(o) for o in self._state.parts.optimizers()])
-            # For a run that is dropped and not closed: otherwise a watch could not start beside it.
+            # For a run that is not closed but dropped: otherwise a watch could not start later.
             weakref.finalize(self, self._pace.close).atexit = False

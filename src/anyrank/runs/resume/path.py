@@ -1,4 +1,4 @@
-"""Find what the path given to `Checkpoints.resume` leads to: this run, another, another tool's."""
+"""Find where the path given to `Checkpoints.resume` leads: this run, another, another tool's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyrank.sources.run_step import ASIDE, is_step, number_of
 from anyrank.wording import join_first
 from anyrank.world.ranks import Ranks
 
-SHOWN = 8  # names in an error message
+SHOWN = 8  # maximum number of names in an error message
 
 
 class PathTarget(NamedTuple):
@@ -22,7 +22,7 @@ class PathTarget(NamedTuple):
     Attributes:
         own_step: "must" for this run's folder, or the number of one of its steps.
         step: another run's folder, and the number of a step.
-        problem: text of an error if there is nothing to resume.
+        problem: error text if there is nothing to resume.
     """
 
     own_step: str | int | None = None
@@ -33,30 +33,31 @@ class PathTarget(NamedTuple):
 def agree_on_path(
     path: str, folder: RunFolder, arguments: ResumeArguments, ranks: Ranks
 ) -> PathTarget:
-    """Find what a path leads to. All ranks.
+    """Find the target of a path. Collective.
 
     Raises:
-        ValueError: it leads to no step, or `rename` was given with a run's path.
+        ValueError: it leads to no step, or `rename` was passed with a run's path.
     """
     target = ranks.run_on_one("looking at the path", lambda: _find_target(path, folder))
     if target.problem:
         raise ValueError(target.problem)
     foreign = [name for name in FOREIGN if getattr(arguments, name) is not None]
     if foreign and (target.own_step is not None or target.step is not None):
-        way_out = f"; {RENAMING}" if foreign == ["rename"] else ": leave it out"
+        way_out = RENAMING if foreign == ["rename"] else f"Remove {foreign[0]}=."
         raise ValueError(
-            f"{foreign[0]}= is for another tool's checkpoint, and {path} is a run's{way_out}"
+            f"{foreign[0]}= applies only to another tool's checkpoint, but {path} belongs to an "
+            f"anyrank run. {way_out}"
         )
     return target
 
 
 def _find_target(path: str, folder: RunFolder) -> PathTarget:
-    """Find what a path leads to. One rank."""
+    """Find the target of a path. On one rank."""
     path = path.rstrip("/")
     run = RunFolder(storage_for(path), path)
     with reading(path):
         if not run.store.is_file(path) and not run.store.is_dir(path):
-            return PathTarget(problem=_no_step_text(path, folder, "no path that exists"))
+            return PathTarget(problem=_no_step_text(path, folder, "no such path"))
         is_run_step = is_step(run.store, path)
     own_path, resolved = _resolve(folder.path), _resolve(path)
     if resolved == own_path:
@@ -67,11 +68,11 @@ def _find_target(path: str, folder: RunFolder) -> PathTarget:
         if number is not None:
             return PathTarget(own_step=number)
         if first_name.startswith(ASIDE) or run.store.is_file(folder.join(first_name)):
-            return PathTarget(problem=_no_step_text(path, folder, "no step of the run"))
+            return PathTarget(problem=_no_step_text(path, folder, "not a step of the run"))
     parent, _, name = resolved.rpartition("/")
     number = number_of(name)
     if is_run_step and number is None:
-        raise CheckpointError(f"{path}: is a step of a run that was renamed: name it step-N")
+        raise CheckpointError(f"{path}: is a renamed step of a run. Rename it back to step-N.")
     if is_run_step and number is not None:
         return PathTarget(step=(parent, number))
     steps = run.whole_steps()
@@ -79,22 +80,20 @@ def _find_target(path: str, folder: RunFolder) -> PathTarget:
 
 
 def _no_step_text(path: str, folder: RunFolder, problem: str) -> str:
-    """Compose the error's text for a path that leads to no step."""
+    """Compose the error text for a path that leads to no step."""
     directory = "" if "://" in path else f" (working directory {os.getcwd()})"
-    steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "none"
+    steps = ", ".join(str(step.number) for step in folder.whole_steps()[:10]) or "no steps"
     text = (
-        f"resume({path!r}): is not 'auto', not 'must', and {problem}{directory}; give a "
-        f"step as a number, of those that {folder.path} has: {steps}"
+        f"resume({path!r}): {problem}{directory}. Pass 'auto', 'must', a step number "
+        f"({folder.path} has {steps})"
     )
     store, parent = storage_for(path), path.rpartition("/")[0]
     own_path = _resolve(folder.path)  # its steps are listed above
     if parent not in ("", ".") and store.is_dir(parent) and _resolve(parent) != own_path:
-        text += (
-            f"; or a path, of those in {parent}: {join_first(sorted(store.names(parent)), SHOWN)}"
-        )
+        text += f", or a path ({parent} contains {join_first(sorted(store.names(parent)), SHOWN)})"
     return text
 
 
 def _resolve(path: str) -> str:
-    """Return the one path of a folder, however it is written."""
+    """Return the canonical path of a folder, however it is written."""
     return path.rstrip("/") if "://" in path else os.path.realpath(path)

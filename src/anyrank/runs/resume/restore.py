@@ -45,11 +45,12 @@ RANDOM = "random"  # names the random generators, in reports and in skip=
 def restore_state(
     state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
 ) -> ResumeReport:
-    """Restore a state from its source. All ranks.
+    """Restore a state from its source. Collective.
 
     Raises:
-        CheckpointError: the source does not fit, and nothing has changed; or reading failed midway.
-        CorruptCheckpoint: the source is damaged.
+        CheckpointError: the source does not match, and nothing has changed; or reading failed
+            midway.
+        CorruptCheckpoint: the source is corrupt.
     """
     restorer = _Restorer(state, source, arguments, ranks)
     restorer.match()
@@ -58,7 +59,7 @@ def restore_state(
 
 
 class _Restorer:
-    """Matches a state with its source, and fills it. All ranks call `match`, `fill`, `report`."""
+    """Matches a state with its source, and fills it. `match`, `fill`, `report` are collective."""
 
     def __init__(
         self, state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
@@ -66,7 +67,7 @@ class _Restorer:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, PartMatch] = {}
-        self.comparison: Comparison | None = None  # if the script gives other settings
+        self.comparison: Comparison | None = None  # if the script has different settings
         self.located: list[tuple[Listing, list[TensorFill]]] = []
         self.has_meta_buffers = False
         self.outcomes: dict[str, GeneratorOutcome] = {}
@@ -77,7 +78,7 @@ class _Restorer:
         """Compare everything with the source; change nothing.
 
         Raises:
-            CheckpointError: the source does not fit; all problems are in one list.
+            CheckpointError: the source does not match; the error lists all problems.
         """
 
         def match_parts() -> bool:
@@ -96,7 +97,7 @@ class _Restorer:
         self._locate()
 
     def _locate(self) -> None:
-        """Find the bytes that this rank reads, in the source and in what parts have beside it."""
+        """Find the bytes that this rank reads, in the source and in additional sources of parts."""
         fills = [fill for part in self.matched.values() for fill in part.fills]
         of_source = [fill for fill in fills if fill.listing is self.source.listing]
         others = {id(fill.listing): fill.listing for fill in fills}
@@ -108,7 +109,7 @@ class _Restorer:
     def _compare_settings(self) -> list[str]:
         """Compare the script's settings with those of the saved run; return problems."""
         script, used = self.inner.settings, self.arguments.settings
-        # A part that the source lacks begins as the script made it, as one in skip= does.
+        # A part that the source lacks starts as the script made it, like one in skip=.
         filled = {k: part for k, part in self.matched.items() if part.outcome != "fresh"}
         if used == "saved" and script.are_those_of(self.source.settings, filled):
             return []
@@ -127,14 +128,16 @@ class _Restorer:
         known = {*self.source.names, *self.inner.parts, *skipped, RANDOM}
         text = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
         names = ", ".join(sorted(known))
-        return [f"skip= names {text}: no part is called so; there are {names}"] if text else []
+        if not text:
+            return []
+        return [f"skip= contains {text}, which the state does not have. Its parts are: {names}"]
 
     def fill(self) -> None:
         """Read, and put everything in place. After a failure the state must be resumed again.
 
         Raises:
-            CheckpointError: reading failed, and the state is marked as half restored.
-            CorruptCheckpoint: the same, because bytes are not those that were saved.
+            CheckpointError: reading failed, and the state is marked as only partly restored.
+            CorruptCheckpoint: the same, because bytes differ from those that were saved.
         """
         self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole again
         try:
@@ -147,7 +150,7 @@ class _Restorer:
             self.inner.unusable = _half_restored_text(
                 (str(error) or type(error).__name__).splitlines()[0]
             )
-            text = f"{error}\n  the state is half restored: resume again before it is used"
+            text = f"{error}\n  the state is only partly restored: resume again before you use it"
             kind = CorruptCheckpoint if isinstance(error, CorruptCheckpoint) else CheckpointError
             raise kind(text, causes=getattr(error, "causes", None)) from error
         self.inner.unusable = None
@@ -196,10 +199,10 @@ class _Restorer:
             self.comparison.settle()
 
     def _continue_counts(self) -> None:
-        """Let loaders that are skipped count on from the run's steps and samples."""
+        """Let loaders that are skipped continue to count from the run's steps and samples."""
         source, loaders = self.source, self.inner.loaders()
         counts = {**source.loader_counts}
-        if loaders == [self.state.data]:  # the run's own, where the source has no other's
+        if loaders == [self.state.data]:  # the run's own, if the source has none of another tool
             counts.setdefault("data", (source.step, source.samples))
         for name in self.arguments.skip:
             part = self.inner.parts.get(name)
@@ -217,7 +220,7 @@ class _Restorer:
 
     def _restore_streams(self) -> dict[str, GeneratorOutcome]:
         """Restore the random generators; last, so that nothing draws from them afterwards."""
-        if RANDOM in self.arguments.skip:  # they continue as the script has seeded them
+        if RANDOM in self.arguments.skip:  # they continue as the script seeded them
             return {}
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
@@ -245,7 +248,7 @@ class _Restorer:
         return outcomes
 
     def _note_undrawn(self, names: Collection[str]) -> None:
-        """Count generators that nobody has drawn from as new: seeding them here is not a draw."""
+        """Count generators that were never drawn from as new: seeding them here is not a draw."""
         digests = self.inner.digests_of_generators()
         self.inner.generators_before |= {name: digests[name] for name in names if name in digests}
 
@@ -265,37 +268,37 @@ class _Restorer:
         return notes
 
     def _warnings(self) -> list[str]:
-        """Collect the notes that people have to know."""
+        """Collect the notes that users must know."""
         warnings = [text for part in self.matched.values() for text in part.warnings]
         of_settings = [] if self.comparison is None else self.comparison.warnings()
         return [*self.source.warnings(), *warnings, *of_settings]
 
     def _generator_outcome(self) -> Outcome:
-        """Say what became of the random generators together."""
+        """Return one outcome for all random generators."""
         before, ranks = self.source.saved_on.ranks, self.ranks.size
         for kind in ("derived", "skipped"):
             names = [name for name, generator in self.outcomes.items() if generator.how == kind]
             if not names:
                 continue
             if kind == "derived" and self.source.generators is not None and before != ranks:
-                reason = "random numbers drawn outside of the loop begin anew (saved on "
-                reason += f"{count(before, 'rank')}, now {ranks})"
+                reason = "random numbers drawn outside the loop are reseeded, because the rank "
+                reason += f"count changed from {before} to {ranks}"
                 if isinstance(self.state.data, ElasticLoader):
-                    reason += "; data order, augmentation and dropout are unaffected"
+                    reason += "; data order, augmentation and dropout are not affected"
                 return Outcome(kind, reason)
             return Outcome(kind, f"{', '.join(names)}: {self.outcomes[names[0]].reason}")
         return Outcome("exact")
 
     def report(self) -> ResumeReport:
-        """Make the report of the resume. All ranks."""
+        """Make the report of the resume. Collective."""
         source = self.source
         seconds = time.perf_counter() - self.start
-        # The report gives these two numbers for each rank, and must be equal on all.
+        # The report has these two numbers for each rank, and must be the same on every rank.
         measured = self.ranks.gather("measuring the resume", (self.bytes_read, seconds))
         components = {name: part.outcome for name, part in self.matched.items()}
         components[RANDOM] = self._generator_outcome()
         for name in self.arguments.skip:
-            components[name] = Outcome("skipped", "asked for with skip=")
+            components[name] = Outcome("skipped", "requested with skip=")
         report = ResumeReport(
             step=source.step,
             epoch=source.epoch,
@@ -318,28 +321,31 @@ class _Restorer:
 
 
 def _half_restored_text(reason: str) -> str:
-    """Say why a state is unusable after its resume failed."""
-    return f"the state is half restored, because a resume failed in the middle ({reason})"
+    """Return the reason why a state is unusable after its resume failed."""
+    return f"the state is only partly restored, because a resume failed midway ({reason})"
 
 
 def _note_differences(names: Sequence[str]) -> list[str]:
-    """Note the tensors that differed between the ranks that saved them, if there are any."""
+    """Return a note on tensors that differed between the ranks that saved them, if any."""
     if not names:
         return []
     return [
-        f"{len(names)} tensors differed between the ranks that saved them; the first rank's are "
-        f"kept: {', '.join(names[:10])}"
+        f"{count(len(names), 'tensor')} differed between the ranks that saved the checkpoint; the "
+        f"first rank's values are kept: {', '.join(names[:10])}"
     ]
 
 
 def _log_report(report: ResumeReport, warned: Sequence[str]) -> None:
-    """Log a resume; warn of parts that were not restored exactly, and of some of its notes."""
+    """Log a resume; warn about parts that were not restored exactly, and of some of its notes."""
     log.info("%s", report)
     if report.set_aside:
         log.warning(
-            "%s and %s are lost: damaged, set aside as %s",
+            "lost %s and %s: %s renamed to %s",
             count(report.lost_steps, "step"),
             count(report.lost_samples, "sample"),
+            "the newest checkpoint is corrupt and was"
+            if len(report.set_aside) == 1
+            else "the newest checkpoints are corrupt and were",
             ", ".join(report.set_aside),
         )
     for name, outcome in report.components.items():

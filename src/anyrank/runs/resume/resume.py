@@ -1,4 +1,4 @@
-"""`Checkpoints.resume`: the run's own newest step, or a checkpoint that begins the run."""
+"""`Checkpoints.resume`: the run's own newest step, or a checkpoint that starts the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Resumed(NamedTuple):
     Attributes:
         report: report for the caller.
         step: step that was restored, if it is one of this run.
-        is_branch: whether the caller gave the step's number, so that newer ones may exist.
+        is_branch: whether the caller passed the step's number, so that newer ones may exist.
     """
 
     report: ResumeReport
@@ -40,7 +40,7 @@ def resume_run(
     ranks: Ranks,
     open_search: Callable[[RunFolder, bool, Ranks], StepSearch],
 ) -> Resumed | None:
-    """Restore a state; None if there is nothing to resume. All ranks.
+    """Restore a state; return None if there is nothing to resume. Collective.
 
     Args:
         state, folder: state and folder of the run.
@@ -49,8 +49,8 @@ def resume_run(
         open_search: opens the search for the newest step.
 
     Raises:
-        ValueError: a path leads to no step, or `rename` was given with a run's path.
-        CheckpointError: "must" was given and there is no checkpoint; see also `Checkpoints.resume`.
+        ValueError: a path leads to no step, or `rename` was passed with a run's path.
+        CheckpointError: "must" was passed and there is no checkpoint; see `Checkpoints.resume`.
     """
     path, which = arguments.path, arguments.which
     target = None if path is None else agree_on_path(path, folder, arguments, ranks)
@@ -59,7 +59,7 @@ def resume_run(
     number = which if path is None and isinstance(which, int) else None
     # skip= was meant for the first resume, from the path: the run's own steps have all parts.
     own_arguments = arguments if path is None else replace(arguments, skip=())
-    # A step that is asked for by its number comes from the folder, and its files stay.
+    # A step that is requested by its number is read from the folder, and its files stay.
     search = (
         open_search(folder, verify, ranks)
         if number is None
@@ -67,7 +67,7 @@ def resume_run(
     )
     resumed = _restore_newest(state, search, own_arguments, ranks)
     if resumed is not None and path is not None:
-        note = f"{path} was not read: the run has steps of its own, and continues from them"
+        note = f"{path} was ignored because this run already has steps; it resumes its newest step"
         note += ", with all parts of the state" if arguments.skip else ""
         report = resumed.report
         resumed = resumed._replace(report=replace(report, notes=[*report.notes, note]))
@@ -75,8 +75,8 @@ def resume_run(
         resumed = Resumed(_begin_with(path, target.step, state, arguments, verify, ranks))
     elif resumed is None and which == "must":
         raise CheckpointError(
-            f"{folder.path}: holds no checkpoint, and resume({arguments.path or 'must'!r}) never "
-            "starts a new run: check the path, or use 'auto'"
+            f"{folder.path}: has no checkpoint to resume. Check the path; to start a new run "
+            "instead, call resume('auto')."
         )
     return resumed
 
@@ -89,7 +89,7 @@ def _begin_with(
     verify: bool,
     ranks: Ranks,
 ) -> ResumeReport:
-    """Begin a run with a step of another run, or with another tool's checkpoint. All ranks."""
+    """Start a run from a step of another run, or from another tool's checkpoint. Collective."""
     if step is None:
         from anyrank.runs.adopt.adopt import adopt
 
@@ -99,14 +99,14 @@ def _begin_with(
     search = StepSearch(other_run, number, verify, ranks)  # by number, so it sets nothing aside
     resumed = _restore_newest(state, search, arguments, ranks)
     assert resumed is not None
-    state.run = None  # a new run begins
+    state.run = None  # a new run starts
     return resumed.report
 
 
 def _restore_newest(
     state: TrainState, search: StepSearch, arguments: ResumeArguments, ranks: Ranks
 ) -> Resumed | None:
-    """Restore the newest step that is whole; None if the run has no steps. All ranks.
+    """Restore the newest complete step; return None if the run has no steps. Collective.
 
     Raises:
         CheckpointError: the step does not match the state, or reading it failed.

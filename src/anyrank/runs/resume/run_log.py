@@ -1,9 +1,9 @@
-"""A run's `log.jsonl`: one flat JSON object per line, which readers of metrics take as it is.
+"""A run's `log.jsonl`: one flat JSON object per line, a form that metrics readers accept.
 
 Each process appends its own lines: a first with `"event": "start"`, one for every tenth step, and a
-last with `"event": "end"`, or "error" if an exception ended it, even another rank's. A process
-that is killed, or whose other ranks are, writes no last line. All lines have the seconds that
-this process has spent so far, so that its last line counts. Lines that do not parse are left out.
+last with `"event": "end"`, or "error" if an exception ended it, even one of another rank. A process
+that is killed, or whose other ranks are, writes no last line. Every line has the seconds that this
+process has spent so far, so that its last line counts. Lines that do not parse are ignored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class LogLine:
 
     Attributes:
         time: seconds since 1970.
-        step: optimizer steps of the run that were done.
+        step: completed optimizer steps of the run.
         ranks: ranks of the process group.
-        loss: mean over the step's global batch, if the loop gives one.
+        loss: mean over the step's global batch, if the loop computes one.
         event: "start", "end", "error", or "" for a step.
-        redone_steps: in a start: at most so many steps were done before, and are done again.
+        redone_steps: in a start: upper bound on the steps that will be repeated.
         steps_sec, saves_sec, restart_sec, waiting_sec: seconds of this process so far, on the first
             rank.
     """

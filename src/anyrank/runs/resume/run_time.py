@@ -1,4 +1,4 @@
-"""The time of a run by its use, summed up over the lines of its log."""
+"""The time of a run by its use, summed over the lines of its log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 from anyrank.runs.resume.run_log import END, ERROR, SECONDS, START, LogLine
 from anyrank.wording import count
 
-MOST_RANKS = 8  # rank counts to show
+MOST_RANKS = 8  # maximum number of rank counts to show
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class RunTime:
 
     Attributes:
         ranks: number of ranks of each start, in order.
-        kills: starts without an end, except for the last one: a rank of them was killed.
+        kills: starts without an end, except for the last one: one of their ranks was killed.
         errors: starts that an exception of any rank ended.
-        is_open: whether the last start has no end: the process runs, or was killed.
-        steps: steps that were done; those that were done again count twice.
-        redone_steps: most steps that were done again after kills: the log has every tenth step.
+        is_open: whether the last start has no end: the process is still running, or was killed.
+        steps: completed steps; repeated ones count twice.
+        redone_steps: upper bound on the steps repeated after kills: the log has every tenth step.
         steps_sec, saves_sec, restart_sec, waiting_sec: seconds on the first rank. A restart lasts
             from the last line of a process that was killed, otherwise from the new one's first
             call, to the end of the resume.
@@ -45,19 +45,19 @@ class RunTime:
         shown = [str(ranks) for ranks in self.ranks[-MOST_RANKS:]]
         ends = [count(self.kills, "kill")] if self.kills or not self.is_open else []
         ends += [count(self.errors, "error")] if self.errors else []
-        ends += ["the last start runs or was killed"] if self.is_open else []
+        ends += ["the last process is still running or was killed"] if self.is_open else []
         most = "up to " if self.redone_steps else ""
         rank_counts = "... " * (len(self.ranks) > MOST_RANKS) + " -> ".join(shown)
         return (
             f"{self.share:.0%} of the time trained: steps {self.steps_sec:.1f} s, saves "
             f"{self.saves_sec:.1f} s, restarts {self.restart_sec:.1f} s, waiting "
-            f"{self.waiting_sec:.1f} s; {most}{count(self.redone_steps, 'step')} done again, "
+            f"{self.waiting_sec:.1f} s; {most}{count(self.redone_steps, 'step')} repeated, "
             f"{', '.join(ends)}; ranks {rank_counts}"
         )
 
 
 def sum_up(lines: Iterable[LogLine]) -> RunTime | None:
-    """Sum up the time of a run; None if it has no line."""
+    """Sum the time of a run; return None if its log has no line."""
     starts: list[LogLine] = []
     ends: list[LogLine] = []  # the last line of each
     for line in lines:

@@ -1,4 +1,4 @@
-"""The saves of one process, and the user's function that is told of them."""
+"""The saves of one process, and the user's function that is called for each of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class SaveRecords:
         on_commit: as for `Checkpoints`.
 
     Attributes:
-        has_callback: whether this rank has `on_commit`; from the first agreement on, whether any
+        has_callback: whether this rank has `on_commit`; after the first agreement, whether any
             rank has.
     """
 
     def __init__(self, on_commit: Callable[[SaveRecord], object] | None) -> None:
         self.has_callback = on_commit is not None
         self._on_commit = on_commit
-        self._schedules: tuple[int, dict[str, Any]] = 0, {}  # those of the step that was saved last
+        self._schedules: tuple[int, dict[str, Any]] = 0, {}  # at the step that was saved last
 
     def add(self, record: SaveRecord, ranks: Ranks) -> None:
-        """Record a finished save, and call `on_commit`. All ranks."""
+        """Record a finished save, and call `on_commit`. Collective."""
         self._note(record, ranks)
         if self.has_callback:
             ranks.run("calling on_commit", lambda: self._call_back(record, ranks))
@@ -51,33 +51,33 @@ class SaveRecords:
             self._on_commit(record)
 
     def note_schedules(self, state: TrainState) -> None:
-        """Remember the schedules of the step that is being saved."""
+        """Remember the schedulers' states at the step that is saved."""
         self._schedules = state.step, _schedules_of(state)
 
-    def warn_of_saved(self, path: str, state: TrainState, *, always: bool) -> None:
-        """Warn that a step is left as it is: if `always`, or if a schedule has stepped since."""
+    def warn_about_saved(self, path: str, state: TrainState, *, always: bool) -> None:
+        """Warn that a step is not saved again: if `always`, or if a scheduler has stepped since."""
         now, (step, before) = _schedules_of(state), self._schedules
         known = before.keys() & now.keys() if step == state.step else set[str]()
         changed = [name for name in known if now[name] != before[name]]
         if changed:
             log.warning(
-                "%s: step %d is saved already, without what %s has done since: a resume of it goes "
-                "on without that: call step_done() after the schedule's step, for an epoch's in "
-                "the step that step.ends_epoch names",
+                "%s: step %d is already saved, but %s stepped since then, and a resume would lose "
+                "that. Step the scheduler before step_done(); for a per-epoch scheduler, do so "
+                "when step.ends_epoch is true.",
                 path,
                 state.step,
                 ", ".join(sorted(changed)),
             )
         elif always:
             log.warning(
-                "%s: step %d is saved already, and a step is saved once: later changes are saved "
-                "with the next step",
+                "%s: step %d is already saved, and a step is saved only once; later changes go "
+                "into the next save",
                 path,
                 state.step,
             )
 
 
 def _schedules_of(state: TrainState) -> dict[str, Any]:
-    """The states of a run's schedules, by part."""
+    """Return the states of a run's schedulers, by part."""
     parts = state.parts.parts.items()
     return {name: as_json(part.state_dict()) for name, part in parts if is_schedule(part)}

@@ -1,4 +1,4 @@
-"""Finds the step that a resume restores: the newest whole one. Damaged steps are set aside."""
+"""Finds the step that a resume restores: the newest undamaged one. Corrupt steps are renamed."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ SIZES_VERIFIED = "sizes of all files, checksums of the indexes"
 
 @dataclass(kw_only=True)
 class StepOfRun(ResumeSource):
-    """A step of a run whose files look whole.
+    """A step of a run whose files are complete by their names and sizes.
 
     Attributes:
-        candidate: the step as the search found it.
+        candidate: the step, from the search.
         manifest: manifest of the step.
         locator: finds its bytes.
         bring: makes files of the step readable on this rank, by their names; None if all can be
-            read. Called by all ranks.
-        own_parts: what one rank saved of parts in which the ranks differed.
+            read. Collective.
+        own_parts: one rank's records of the parts in which the ranks differed.
         skipped_notes: the reason for each newer step that was skipped and is not in the folder.
     """
 
@@ -78,19 +78,21 @@ class StepOfRun(ResumeSource):
         try:
             matched = inner.match(records, part_source, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            # It does not prove damage: the state_dict() of a part may have raised it.
+            # It does not prove corruption: the state_dict() of a part may have raised it.
             raise CheckpointError(
-                f"{self.path} does not fit the state: {type(error).__name__}: {error}"
+                f"{self.path} does not match the state: {type(error).__name__}: {error}"
             ) from error
         for name in sorted({*saved, *inner.parts} - {*records, *arguments.skip}):
-            has, lacks = ("checkpoint", "state") if name in saved else ("state", "checkpoint")
-            problem = f"the {has} has {name}, the {lacks} does not: give the same parts, or leave "
-            problem += f"it as it is with skip=[{name!r}]"
+            has, lacks, way_out = "checkpoint", "TrainState", "ignore it"
+            if name not in saved:
+                has, lacks, way_out = "TrainState", "checkpoint", "leave it unchanged"
+            problem = f"the {has} has the part {name}, but the {lacks} does not. Pass the same "
+            problem += f"parts to TrainState, or {way_out} with skip=[{name!r}]."
             matched[name] = PartMatch(Outcome("exact"), problems=[problem])
         return matched
 
     def _record(self, name: str) -> Any:
-        """Return the saved record of a part; if the ranks differed, with one rank's tree."""
+        """Return the saved record of a part; if the ranks differed, with one rank's state."""
         record = self.manifest.parts[name]
         if not (isinstance(record, dict) and "by_rank" in record):
             return record
@@ -132,8 +134,8 @@ class Candidate:
 
     Attributes:
         manifest: its manifest; None if it cannot be read.
-        index: the bytes of its index; None if it is damaged.
-        damage: description of what is damaged, or None.
+        index: the bytes of its index; None if it is corrupt.
+        damage: description of the corruption, or None.
     """
 
     step: int
@@ -144,11 +146,11 @@ class Candidate:
 
 
 class StepSearch:
-    """Searches the steps of a run's folder, the newest first, until one is whole, or for one step
-    by its number. Equal on all ranks.
+    """Searches the steps of a run's folder, newest first, until one is undamaged, or for one step
+    by its number. The same on every rank.
 
-    Damaged steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
-    network does not prove damage, and is raised.
+    Corrupt steps are renamed `.aside-damaged-...` and skipped. A read error of the disk or the
+    network does not prove corruption, and is raised.
     """
 
     def __init__(self, folder: RunFolder, number: int | None, verify: bool, ranks: Ranks) -> None:
@@ -158,11 +160,12 @@ class StepSearch:
         self.set_aside: list[str] = []
 
     def next(self) -> StepOfRun | None:
-        """Find the next step that looks whole, or the requested one; None for an empty folder.
-        All ranks.
+        """Find the next step that is not visibly corrupt, or the requested one; None if no step
+        exists.
+        Collective.
 
         Raises:
-            CheckpointError: no step can be used, or not the requested one.
+            CheckpointError: no step can be used, or the requested one cannot.
         """
         while (candidate := self.find_candidate()) is not None:
             try:
@@ -178,17 +181,18 @@ class StepSearch:
         damaged_names = [name for name in names if name.startswith(f"{ASIDE}{DAMAGED}-")]
         if damaged_names:
             raise CheckpointError(
-                f"{self.folder.path}: has no checkpoint but damaged ones, which were set aside "
-                f"({', '.join(damaged_names)}): repair and rename one, or start in an empty folder"
+                f"{self.folder.path}: has only corrupt steps, which were renamed to "
+                f"{', '.join(damaged_names)}. Repair one and rename it back to step-N, or start in "
+                "an empty folder."
             )
         return None
 
     def find_candidate(self) -> Candidate | None:
-        """Find the newest step that was not rejected. All ranks."""
+        """Find the newest step that was not rejected. Collective."""
         return self.ranks.run_on_one("looking for a checkpoint", self._find_step)
 
     def _find_step(self) -> Candidate | None:
-        """Find the step to try, with its damage. One rank."""
+        """Find the step to try, with its damage. On one rank."""
         folder, steps = self.folder, self.folder.steps()
         if self.number is not None:
             chosen = [step for step in steps if step.number == self.number]
@@ -204,7 +208,7 @@ class StepSearch:
             parse(index, join_path(folder.join(name), INDEX), manifest.ranks)
             return Candidate(number, name, manifest, index)
         except CorruptCheckpoint as error:
-            manifest = None  # when readable, it says how many samples are lost
+            manifest = None  # if readable, it says how many samples are lost
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(folder.store, folder.join(name))
             return Candidate(number, name, manifest, damage=str(error))
@@ -214,10 +218,10 @@ class StepSearch:
             raise
 
     def open_step(self, candidate: Candidate) -> StepOfRun:
-        """Open the step of a candidate that looks whole. All ranks.
+        """Open the step of a candidate that is not visibly corrupt. Collective.
 
         Raises:
-            CorruptCheckpoint: the index of a rank is damaged.
+            CorruptCheckpoint: the index of a rank is corrupt.
             CheckpointError: an index cannot be read.
         """
         return self.open_files(candidate, self.folder.store, self.folder.join(candidate.name), None)
@@ -225,12 +229,12 @@ class StepSearch:
     def open_files(
         self, candidate: Candidate, storage: Storage, folder: str, bring: Bring | None
     ) -> StepOfRun:
-        """Open a step whose files are in a folder, or come there by `bring`. All ranks."""
+        """Open a step whose files are in a folder, or are brought there by `bring`. Collective."""
         manifest, ranks = candidate.manifest, self.ranks
         assert manifest is not None
         assert candidate.index is not None
         index = parse(candidate.index, join_path(folder, INDEX), manifest.ranks)
-        # What only one rank saved goes to the same rank, or the first one's to all.
+        # The record of one rank goes to the same rank, or the first rank's to every rank.
         own_rank = ranks.index if len(manifest.ranks) == ranks.size else 0
         if bring is not None:
             bring([index_name(own_rank)])
@@ -274,49 +278,51 @@ class StepSearch:
         )
 
     def reject(self, candidate: Candidate, damage: str) -> None:
-        """Skip a damaged step, and set it aside. All ranks.
+        """Skip a corrupt step, and set it aside. Collective.
 
         Raises:
             CorruptCheckpoint: it is the requested step.
             CheckpointError: it cannot be renamed.
         """
         if self.number is not None:
-            raise CorruptCheckpoint(f"step {self.number} was asked for and is damaged: {damage}")
+            raise CorruptCheckpoint(
+                f"step {self.number}, requested by its number, is corrupt: {damage}. Resume an "
+                "older step, or pass 'auto' to resume the newest undamaged one."
+            )
         self.count_lost(candidate, damage)
         self.set_aside.append(
             self.ranks.run_on_one("setting aside", lambda: self._set_aside(candidate, damage))
         )
 
     def count_lost(self, candidate: Candidate, damage: str) -> None:
-        """Count the steps and samples that are lost with a damaged step."""
+        """Count the steps and samples that are lost with a corrupt step."""
         self.newest_step = max(self.newest_step, candidate.step)
         if candidate.manifest is not None:
             self.newest_samples = max(self.newest_samples, candidate.manifest.samples)
         self.reasons.append(damage)
 
     def _set_aside(self, candidate: Candidate, damage: str) -> str:
-        """Set a damaged step aside; return its new name. One rank."""
+        """Set a corrupt step aside; return its new name. On one rank."""
         try:
             return self.folder.set_aside(candidate.name, DAMAGED)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{damage}\n  {candidate.name} is damaged, and cannot be set aside "
-                f"({error.__cause__}): make the folder writable, or resume another step by its "
-                "number"
+                f"{damage}\n  {candidate.name} is corrupt, and cannot be renamed "
+                f"({error.__cause__}). Make the folder writable, or resume another step by its "
+                "number."
             ) from error
 
     def _error(self) -> CheckpointError:
-        """Make the error for the case that all steps are damaged."""
+        """Make the error for the case that every step is corrupt."""
         path, count = self.folder.path, len(self.reasons)
-        set_aside = f", and were set aside as {', '.join(self.set_aside)}" if self.set_aside else ""
-        return CorruptCheckpoint(
-            f"{path}: all {count} checkpoints are damaged{set_aside}; the newest: {self.reasons[0]}"
-        )
+        renamed = f", and renamed to {', '.join(self.set_aside)}" if self.set_aside else ""
+        which = "its only checkpoint is" if count == 1 else f"all {count} checkpoints are"
+        return CorruptCheckpoint(f"{path}: {which} corrupt{renamed}. The newest: {self.reasons[0]}")
 
 
 @contextlib.contextmanager
 def _naming_step(path: str) -> Generator[None]:
-    """Turn the error of a disk or the network into one that says that the step may be sound."""
+    """Turn the error of a disk or network into one that says that the step may be undamaged."""
     try:
         yield
     except CorruptCheckpoint:
@@ -329,8 +335,9 @@ def _naming_step(path: str) -> Generator[None]:
 
 
 def unreadable_error(path: str, error: Exception) -> CheckpointError:
-    """Make the error for a disk or network that fails, which does not prove the step damaged."""
+    """Make the error for a failing disk or network, which does not prove that a step is corrupt."""
     return CheckpointError(
-        f"{error}\n  {path} may be sound, and was not set aside: try again, or move it out of the "
-        "run's folder to continue from the step before"
+        f"{error}\n  {path} may be undamaged, and was not renamed. Try again, or move it out of "
+        "the "
+        "run's folder to resume the previous step."
     )

@@ -14,18 +14,18 @@ from weakref import WeakSet
 log = logging.getLogger("anyrank.resume")
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)  # by priority
-GRACE_SEC = 10.0  # launcher and scheduler may each send a SIGTERM for one end, moments apart
+GRACE_SEC = 10.0  # launcher and job scheduler may each send a SIGTERM for one end, moments apart
 
 
 class PendingSignals:
     """The signals that a run has received and not handled. A SIGTERM later than GRACE_SEC after the
     first ends the process at once, because the last save may hang.
 
-    Each open run of a process records them; the first one at a step boundary handles them. It logs
-    at once that a signal came, because a long step or evaluation may outlast a launcher's grace.
+    Each open run of a process records them; the first one at a step boundary handles them. A signal
+    is logged on arrival, because a long step or evaluation may outlast a launcher's grace period.
 
     Args:
-        describe: returns what the run waits for, as text: its folder and the step that is under
+        describe: returns a text on what the run waits for: its folder and the current step.
             way.
     """
 
@@ -40,10 +40,10 @@ class PendingSignals:
         self.saved_for_term = False  # whether the last save after a SIGTERM is done
 
     def watch(self) -> None:
-        """Record the signals until `restore`. Only the main thread can, and gets them.
+        """Record the signals until `restore`. Only the main thread can, because it receives them.
 
-        Further calls change nothing. A signal whose handler is not Python's is left alone, because
-        that handler could not be restored.
+        Further calls change nothing. A signal whose handler is not Python's is not recorded,
+        because that handler could not be restored.
         """
         if self in self.open_runs or threading.current_thread() is not threading.main_thread():
             return
@@ -66,12 +66,12 @@ class PendingSignals:
                 return
         if number not in self.received:
             self.received.add(number)
-            ends = " and ends" if number == signal.SIGTERM else ""
+            ends = " and stopped" if number == signal.SIGTERM else ""
             # A handler may interrupt a write to the very stream that the log goes to.
             with contextlib.suppress(RuntimeError):
                 log.warning(
-                    "%s has come: the run is saved%s when this step is complete (%s); a long "
-                    "evaluation within a step calls end_if_asked()",
+                    "received %s: the run will be saved%s after the current step (%s). In a long "
+                    "evaluation, call end_if_asked() between batches.",
                     signal.Signals(number).name,
                     ends,
                     self.describe(),
@@ -87,7 +87,7 @@ class PendingSignals:
         return () if number is None else (number,)
 
     def mark_done(self, numbers: Set[int | None]) -> None:
-        """Mark signals that any rank got as handled by a save; every SIGUSR1 is handled by one."""
+        """Mark signals that any rank received as handled by a save, which handles every SIGUSR1."""
         self.received.difference_update(numbers, {signal.SIGUSR1})
         self.saved_for_term = self.saved_for_term or signal.SIGTERM in numbers
 

@@ -24,18 +24,17 @@ class ResumeSource(ABC):
         path: its path, for errors and the report.
         listing: listing of its tensors.
         names: names of its parts.
-        step, epoch, samples: how far the run was.
+        step, epoch, samples: position of the run.
         loader_counts: steps and samples of each of its ElasticLoaders, by part.
-        saved_on: how many ranks wrote it, and in which layout.
-        run: id of the run that continues from it; None for one that begins with it.
+        saved_on: number of ranks that wrote it, and their layout.
+        run: id of the run that continues from it; None for a checkpoint that starts one.
         lineage: the run's resumes before this one.
-        settings: part -> settings that the saved run's script gave it; empty if they are unknown.
+        settings: part -> its settings in the saved run's script; empty if they are unknown.
         generators: the random generators; None to derive new ones, for the reason `no_generators`.
         differed: names of tensors that differed between the ranks that saved it.
         verify: whether the bytes that are read are compared with their checksums.
-        verified: text for the report that says what was compared.
-        lost_steps, lost_samples: numbers of steps and samples lost with newer steps that are
-            damaged.
+        verified: text for the report on what was compared.
+        lost_steps, lost_samples: numbers of steps and samples lost because newer steps are corrupt.
         set_aside: the new names of those steps.
     """
 
@@ -63,16 +62,16 @@ class ResumeSource(ABC):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, PartMatch]:
-        """Match each part of a state that is not skipped with its source. Any rank, on its own.
+        """Match each part of a state that is not skipped with its source. Any rank may call it.
 
-        Changes nothing. Whatever does not fit is among the problems of the parts.
+        Changes nothing. Mismatches are among the problems of the parts.
 
         Raises:
-            CheckpointError: the source itself is damaged, or has nothing for this state.
+            CheckpointError: the source itself is corrupt, or has nothing for this state.
         """
 
     def locate(self, fills: Sequence[TensorFill], ranks: Ranks) -> tuple[Listing, list[TensorFill]]:
-        """Find the bytes of what is filled from `listing`, and the files that have them. All ranks,
+        """Find the bytes that are filled from `listing`, and the files that have them. Collective,
         after the match.
 
         Args:
@@ -80,7 +79,7 @@ class ResumeSource(ABC):
             ranks: ranks that resume.
 
         Raises:
-            CorruptCheckpoint: the source is damaged; nothing has changed.
+            CorruptCheckpoint: the source is corrupt; nothing has changed.
         """
         del ranks
         return self.listing, [*fills]
@@ -90,7 +89,7 @@ class ResumeSource(ABC):
         """Return further notes for the report."""
 
     def warnings(self) -> list[str]:
-        """Return notes on the source as a whole that people have to know."""
+        """Return notes on the source as a whole that users must know."""
         return []
 
 
@@ -109,6 +108,6 @@ def loader_counts(parts: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def misfit_text(path: str, unusable: str | None, problems: Sequence[str]) -> str:
-    """Compose an error's text: all problems, and whether the state has changed."""
-    now = "as it was" if unusable is None else "half restored from a damaged step"
-    return "\n".join([f"{path} does not fit the state, which is {now}:", *problems])
+    """Compose an error text: all problems, and whether the state has changed."""
+    now = "unchanged" if unusable is None else "only partly restored from a corrupt step"
+    return "\n".join([f"{path} does not match the state, which is {now}:", *problems])

@@ -20,13 +20,13 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")
 
-FAILED_EXIT_SEC = 10.0  # how long an exception waits for a save that is in flight
+FAILED_EXIT_SEC = 10.0  # how long an exception waits for a pending save
 
 Write = Callable[[Snapshot, Ranks], SaveRecord]
 
 
 class BackgroundSave:
-    """At most one save in flight. The memory of the copy is reused by the next save."""
+    """At most one pending save. The memory of the copy is reused by the next save."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -38,7 +38,7 @@ class BackgroundSave:
 
     @contextmanager
     def connected(self, ranks: Ranks) -> Generator[None]:
-        """Give the writing thread connections of its own to the same ranks. All ranks."""
+        """Open separate connections between the same ranks for the writing thread. Collective."""
         with open_channel(ranks, "the background save") as self._writers:
             try:
                 yield
@@ -46,7 +46,7 @@ class BackgroundSave:
                 self._writers = None
 
     def start(self, snapshot: Snapshot, ranks: Ranks, start: float) -> None:
-        """Copy this rank's share, and write it in a thread. All ranks, within `connected`.
+        """Copy this rank's share, and write it in a thread. Collective, within `connected`.
 
         Args:
             snapshot: what to save.
@@ -54,7 +54,7 @@ class BackgroundSave:
             start: time on the performance counter at which the training stopped.
 
         Raises:
-            AnyrankError: a rank had no memory for the copy, and nothing was started.
+            AnyrankError: a rank had no memory for the copy, and no save was started.
         """
 
         def stage() -> list[Item]:
@@ -77,30 +77,30 @@ class BackgroundSave:
             self._result = error
         except Exception as error:  # `wait` raises it in the main thread
             self._result = RankError(f"{type(error).__name__}: {error}")
-        # The next step raises it as well, but there may be none.
+        # The next step raises it too, but there may be none.
         log.error("step %d was not saved: %s", snapshot.manifest.step, self._result)
 
     @property
     def is_in_flight(self) -> bool:
-        """Return whether a save was started that `wait` has not returned yet."""
+        """Return True if a save was started that `wait` has not returned yet."""
         return self._thread is not None and self._thread.ident is not None
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a save has ended without a checkpoint."""
+        """Return True if a save has ended without a checkpoint."""
         return isinstance(self._result, AnyrankError)
 
     def wait(self, timeout: float | None = None) -> SaveRecord:
-        """Wait for the save in flight, and return its record.
+        """Wait for the pending save, and return its record.
 
         Raises:
-            AnyrankError: the save failed, on all ranks; or it takes longer than `timeout` seconds,
-                and is still in flight.
+            AnyrankError: the save failed, on every rank; or it takes longer than `timeout` seconds,
+                and is still pending.
         """
         assert self._thread is not None
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise CheckpointError(f"the save in flight is not finished after {timeout:.0f} s")
+            raise CheckpointError(f"the background save did not finish within {timeout:.0f} s")
         self._thread = None
         result, self._result = self._result, None
         if isinstance(result, AnyrankError):
@@ -109,10 +109,10 @@ class BackgroundSave:
         return replace(result, stall_seconds=self._stall_sec)
 
     def finish_for_error(self, tell: Callable[[SaveRecord], None]) -> None:
-        """Wait briefly for the save in flight while an exception passes, which the user must see;
+        """Wait briefly for the pending save while an exception passes, which the user must see;
         call `tell` with its record.
         """
         try:
             tell(self.wait(FAILED_EXIT_SEC))
         except Exception as error:  # whatever on_commit raises
-            log.error("while an exception ends the run: %s", error)
+            log.error("ignored while another exception ends the run: %s", error)

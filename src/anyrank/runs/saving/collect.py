@@ -45,7 +45,7 @@ class Snapshot:
         items: boxes of this rank.
         parts: part of the state -> this rank's record of it, if the ranks differ.
         generators: random generator -> its state on this rank, if the ranks differ.
-        shared_generators: random generator -> the state that all ranks have.
+        shared_generators: random generator -> its state, if it is the same on every rank.
         unused_generators: those that no rank has drawn from or seeded.
         coords: position of this rank.
         manifest: manifest of the step; the files are added when they are written.
@@ -64,31 +64,31 @@ class Snapshot:
     index: StepIndex
 
 
-# -- what refuses a save ---------------------------------------------------------------------------
+# -- reasons to refuse a save ----------------------------------------------------------------------
 
 
 def is_within_step(state: TrainState) -> bool:
-    """Return whether microbatches were drawn that no completed step accounts for."""
+    """Return True if microbatches were drawn that belong to no completed step."""
     return any(loader.in_step for loader in state.parts.loaders())
 
 
 def check_boundary(state: TrainState) -> None:
-    """Refuse to save within a step.
+    """Check that a save is possible now: at a step boundary, of a usable state.
 
     Raises:
-        CheckpointError: a step is under way, or the state is half restored.
+        CheckpointError: a step is not complete, or the state is only partly restored.
     """
     state.parts.check_usable()
     if is_within_step(state):
         raise CheckpointError(
-            "save() within a step, whose samples are not accounted for: save after the body "
-            "of steps(), or call step_done first"
+            "save() was called in the middle of a step, whose samples are not counted yet. Call it "
+            "after the loop body of steps(), or after step_done()."
         )
 
 
-def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
-    """Warn after the first step, when optimizers have their state, if no save can hold it.
-    All ranks.
+def warn_about_refusal(state: TrainState, ranks: Ranks) -> None:
+    """Warn after the first step, when optimizers have their state, if saves will be impossible.
+    Collective.
     """
     problem: str | None = None
     try:
@@ -101,7 +101,7 @@ def warn_of_refusal(state: TrainState, ranks: Ranks) -> None:
 
 
 def _one_of(problem: str | None, other: str | None) -> str | None:
-    """Return one of the problems of two ranks, the same in either order; None for none."""
+    """Return one of the problems of two ranks, the same in either order; None if there is none."""
     return min(filter(None, (problem, other)), default=None)
 
 
@@ -109,7 +109,7 @@ def _one_of(problem: str | None, other: str | None) -> str | None:
 
 
 def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda: None) -> Snapshot:
-    """Collect what each rank would write now. All ranks; no file of a step is written.
+    """Collect what each rank would write now. Collective; no file of a step is written.
 
     Args:
         state: the state to save.
@@ -117,7 +117,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         check: makes this rank the writer (takes the lock), or raises.
 
     Raises:
-        CheckpointError: something cannot be saved, or ranks differ in what must be equal.
+        CheckpointError: something cannot be saved, or ranks differ in what must be the same.
     """
     for loader in state.parts.loaders():
         # A checkpoint with a wrong position would repeat or lose samples in every later resume.
@@ -143,7 +143,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     _note_alike(state, parts, records, ranks)
     spreads = spreads_of(shared_tensors(parts), coordinates)
     differed = find_differing_replicas(parts, spreads, saves, state.step, ranks)
-    # All take the first rank's count, so that they compare the same ninth in the next save.
+    # All use the first rank's count, so that they compare the same ninth in the next save.
     state.parts.saves = saves + 1
     manifest = Manifest(
         run=state.run or new_run,
@@ -169,7 +169,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     items = make_items(tensors, plan.writes_of(ranks.index))
     items += make_own_items(own_tensors, index.numbers)
     own_trees = {part: parts[part].record["tree"] for part in records if "by_rank" in records[part]}
-    # A single rank shares nothing with others, and restores what was its own.
+    # A single rank shares nothing with others, and restores its own values.
     alike_generators = summary.generators.keys() if ranks.size > 1 else set[str]()
     return Snapshot(
         items=items,
@@ -187,8 +187,9 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
 def _note_alike(
     state: TrainState, parts: Mapping[str, PartState], records: dict[str, Any], ranks: Ranks
 ) -> None:
-    """Record what all ranks hold equal beside shares of parameters; warn once of what differs,
-    because only as many ranks can resume it. All ranks.
+    """Record unsharded optimizer state that is identical on every rank, beside shards of
+    parameters; warn once about what differs, because only the same number of ranks can resume it.
+    Collective.
     """
     inner = state.parts
     inner.alike = find_alike(parts, inner.alike, ranks)
@@ -201,16 +202,16 @@ def _note_alike(
         if own_names and ranks.index == 0 and ranks.size > 1 and key not in inner.warned:
             inner.warned.add(key)
             log.warning(
-                "%s: each rank keeps tensors of its own beside its share of a parameter (%s): only "
-                "as many ranks with the same layout can resume them; hold them as DTensors "
-                "(DTensor.from_local) to resume on any number",
+                "%s: tensors that are not sharded like their parameter differ between ranks (%s). "
+                "Such a checkpoint can be resumed only on the same number of ranks with the same "
+                "layout. To resume on any number, store them as DTensors (DTensor.from_local).",
                 part,
                 join_first(own_names, SHOWN),
             )
 
 
 def _base_name(tensor: ShardedTensor) -> str:
-    """The name of a rank's own tensor, without the rank."""
+    """Return the name of a rank's own tensor, without the rank."""
     return tensor.name.rpartition("@")[0]
 
 
@@ -225,8 +226,8 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
 def _own_tensors(
     parts: Mapping[str, PartState], records: Mapping[str, Any], ranks: Ranks
 ) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """List the tensors that this rank writes whole, and those of them that all ranks have equal,
-    which only the first writes.
+    """List the tensors that this rank writes whole, and those of them that are identical on every
+    rank, which only the first rank writes.
     """
     own_tensors: list[ShardedTensor] = []
     alike: list[ShardedTensor] = []
@@ -242,7 +243,7 @@ def _own_tensors(
 
 
 def _build_records(parts: Mapping[str, PartState], summary: StateSummary) -> dict[str, Any]:
-    """Build the parts' records; the tree of one that differs is in each rank's index."""
+    """Build the parts' records; the record of one that differs is in each rank's index."""
     records = {part: saved.record for part, saved in parts.items()}
     for part, compared in summary.records.items():
         if not compared.digest:
@@ -254,7 +255,7 @@ def _build_records(parts: Mapping[str, PartState], summary: StateSummary) -> dic
 
 
 def _describe_layout(tensors: Sequence[ShardedTensor]) -> str:
-    """Describe, in words, the layout that most bytes have on the ranks."""
+    """Return a description of the layout that most bytes have on the ranks."""
     bytes_by_layout: dict[str, int] = {}
     for tensor in tensors:
         layout = "replicated" if tensor.layout is None else tensor.layout.in_words()

@@ -1,4 +1,4 @@
-"""Compare the ranks' states before a save: some of their facts must be equal on all of them."""
+"""Compare the ranks' states before a save: some facts must be the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from anyrank.world.alike import Compared, differing, digest_of, join_digests
 from anyrank.world.alike import digests_of as digests_of_lines
 from anyrank.world.ranks import Ranks
 
-# Fact about a state as a whole -> the start of an error if ranks differ in it, and the way out.
+# Fact about a whole state -> the start of an error if ranks differ in it, and the way out.
 POSITION = {
-    "parts": ("the ranks' states have different parts", "give TrainState the same on all ranks"),
-    "step": ("the ranks are at different steps", "call step_done on all ranks after each step"),
+    "parts": (
+        "TrainState has different parts on different ranks",
+        "Pass the same parts on every rank.",
+    ),
+    "step": ("the ranks are at different steps", "Call step_done() on every rank after each step."),
     "run": (
-        "the ranks' states are of different runs",
-        "save and resume a state on all ranks together",
+        "the ranks hold states of different runs",
+        "Resume and save on every rank together.",
     ),
 }
 
@@ -36,9 +39,9 @@ class StateSummary:
     Attributes:
         inventory: digest of the tensors that the ranks hold together.
         position: digest of each entry of POSITION.
-        shared: part -> digest of its record, if that must be equal on all ranks.
+        shared: part -> digest of its record, if that must be the same on every rank.
         records: part -> digest of a record that may differ, and is then saved for each rank.
-        generators: random generator -> digest of its state, for those that are equal on all ranks.
+        generators: random generator -> digest of its state, for those that must be the same.
         unused: generators that no rank has drawn from or seeded.
         first: the first rank, its id for a run that has none, and its number of saves.
     """
@@ -73,7 +76,7 @@ def summarize(
     """Summarize this rank's state.
 
     Raises:
-        CheckpointError: two tensors have one name.
+        CheckpointError: two tensors have the same name.
     """
     _refuse_duplicates(parts)
     rank = ranks.rank
@@ -104,7 +107,7 @@ def summarize(
 def check_same(
     state: TrainState, parts: Mapping[str, PartState], summary: StateSummary, ranks: Ranks
 ) -> Mapping[int, Coordinates]:
-    """Refuse states that differ between the ranks. All ranks.
+    """Raise CheckpointError if the ranks' states differ. Collective.
 
     Args:
         state, parts: state and parts of this rank.
@@ -122,8 +125,8 @@ def check_same(
         if what in wrong:
             (text, first), (other_text, other), *_ = wrong[what][what].items()
             raise CheckpointError(
-                f"{title}: rank {first.ranks[0]}: {text}, rank {other.ranks[0]}: {other_text}: "
-                f"{way_out}"
+                f"{title}: {text} on rank {first.ranks[0]}, {other_text} on rank "
+                f"{other.ranks[0]}. {way_out}"
             )
     tensors = shared_tensors(parts)
     check_alike("the ranks' states differ", tensors, summary.inventory, ranks, CheckpointError)
@@ -134,13 +137,13 @@ def check_same(
 
 
 def _position_lines(state: TrainState, parts: Mapping[str, PartState]) -> dict[str, dict[str, str]]:
-    """Return the facts of a rank's state as a whole, each a kind of one line."""
+    """Return the facts about a rank's whole state, each of one kind and one line."""
     texts = {"parts": str(sorted(parts)), "step": str(state.step), "run": str(state.run)}
     return {what: {what: text} for what, text in texts.items()}
 
 
 def _refuse_record(part: str, record: Any, ranks: Ranks) -> None:
-    """Refuse records of a part that differ. All ranks.
+    """Raise CheckpointError for a part whose records differ. Collective.
 
     Raises:
         CheckpointError: records differ; the error names the first rank that differs, and how.
@@ -152,23 +155,23 @@ def _refuse_record(part: str, record: Any, ranks: Ranks) -> None:
         "comparing the state", (ranks.index, own_text) if own_text else nobody, min
     )
     if unlike_rank == nobody:
-        raise CheckpointError(f"{part} differs between the ranks: make it equal on all of them")
+        raise CheckpointError(f"{part} must be the same on every rank, but differs between ranks")
     raise CheckpointError(
-        f"{part} differs between rank {ranks.ranks[0]} and rank {ranks.ranks[unlike_rank[0]]}: "
-        f"{unlike_rank[1]}: make it equal on all ranks"
+        f"{part} must be the same on every rank, but differs between rank {ranks.ranks[0]} and "
+        f"rank {ranks.ranks[unlike_rank[0]]}: {unlike_rank[1]}"
     )
 
 
 def _shared_record(saved: PartState) -> Any:
-    """Return the part of a part's record that must be equal on all ranks."""
+    """Return the part of a part's record that must be the same on every rank."""
     return saved.record if saved.agreement == "equal" else None
 
 
 def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
-    """Refuse two values under one name, because a checkpoint has one tensor for each name.
+    """Raise CheckpointError for two values with the same name: a checkpoint can hold only one.
 
     Raises:
-        CheckpointError: two values have one name; the error names the first.
+        CheckpointError: two values have the same name; the error names the first.
     """
     seen: set[str] = set()
     for part, saved in parts.items():
@@ -178,7 +181,8 @@ def _refuse_duplicates(parts: Mapping[str, PartState]) -> None:
         ]:
             if name in seen:
                 raise CheckpointError(
-                    f"{part}: two tensors have the name {name} in a checkpoint: rename a key (a "
-                    "key with a '.' is like a dict within a dict, the key 1 like '1')"
+                    f"{part}: two values would be saved under the name {name}. Rename one of the "
+                    "keys; note that a '.' in a key separates levels, and that 1 and '1' are the "
+                    "same key."
                 )
             seen.add(name)

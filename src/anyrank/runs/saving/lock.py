@@ -1,9 +1,9 @@
-"""The lock of a run folder, which lets only one process write there.
+"""The lock of a run folder, which lets only one process write to it.
 
-It is the kernel's (fcntl) on a file of the folder, so it ends with its process, however that ends,
-and it holds on all machines that share the disk. It belongs to the open file (F_OFD_SETLK), so that
-a copy of the folder, which also opens and closes the file, does not release it. Workers that the
-process forks close theirs at once, and do not hold it. Object stores have no lock.
+It is a kernel lock (fcntl) on a file of the folder, so it ends with its process, however that ends,
+and it is valid on all machines that share the disk. It belongs to the open file (F_OFD_SETLK), so
+that a copy of the folder, which also opens and closes the file, does not release it. Forked workers
+close their descriptors at once, and do not hold it. Object stores have no lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCK = ".lock"
 MAX_BYTES = 400  # of the owner's name
 TRIES = 10  # to take a lock that others take and release meanwhile
 
-_open_files: dict[str, int] = {}  # path -> descriptor, for all locks that this process has
+_open_files: dict[str, int] = {}  # path -> descriptor, for all locks of this process
 
 
 def _close_after_fork() -> None:
@@ -39,11 +39,11 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class RunLock:
-    """The lock of a run folder. Used by one rank, the first.
+    """The lock of a run folder. Only the first rank uses it.
 
-    Each save asks for it again, because a user may have removed the file. The file is kept open by
-    its number: a Python file would be closed when a run that nobody closed is collected. Several
-    runs of one process in one folder share it.
+    Each save takes it again, because a user may have removed the file. The file is kept open by its
+    number: a Python file would be closed when an unclosed run is garbage-collected. Several runs of
+    one process in one folder share it.
 
     Attributes:
         is_held: whether it was taken and not released.
@@ -56,11 +56,11 @@ class RunLock:
 
     @property
     def _descriptor(self) -> int | None:
-        """Descriptor of the file; None in an object store, or if the lock is not held."""
+        """The descriptor of the file; None in an object store, or if the lock is not held."""
         return _open_files.get(self.path)
 
     def take(self, check: Callable[[], None] = lambda: None) -> None:
-        """Become the folder's writer, or verify that this process still is. Before each save.
+        """Become the folder's writer, or verify that this process still is. Before every save.
 
         Args:
             check: called with a new lock; raises an error if the folder is not this run's.
@@ -74,7 +74,7 @@ class RunLock:
             if self.store.renames:
                 self._acquire()
         self.is_held = True
-        if not was_held:  # otherwise the folder was checked when this process began to write there
+        if not was_held:  # otherwise the folder was checked when this process started to write
             try:
                 check()
             except Exception:
@@ -85,12 +85,12 @@ class RunLock:
         """Remove the file and release the lock, if it is still ours. A failure is a warning."""
         if self._descriptor is not None:
             try:
-                # Another process may have the lock by now, and then the file is that process's.
+                # Another process may have the lock by now, and then the file belongs to it.
                 self._ask_kernel(self._descriptor)
                 if self._is_in_place(self._descriptor):
                     self.store.remove(self.path)
             except (OSError, CheckpointError) as error:
-                log.warning("%s: the lock was not removed: %s", self.path, error)
+                log.warning("%s: the lock could not be removed: %s", self.path, error)
         self._let_go()
 
     def _acquire(self) -> None:
@@ -109,32 +109,33 @@ class RunLock:
             except Exception:
                 self._let_go()
                 raise
-            self._let_go()  # its owner, or a user, has removed it meanwhile
+            self._let_go()  # the owner, or a user, has removed the file meanwhile
         raise CheckpointError(
-            f"{self.folder}: other runs start and end here at the same time: stop them"
+            f"{self.folder}: other runs keep taking and releasing the lock of this folder. Stop "
+            "them."
         )
 
     def _ask_kernel(self, descriptor: int) -> None:
-        """Lock the file; nothing changes if this process has locked it already."""
+        """Lock the file; nothing changes if this process has already locked it."""
         try:
             whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
         except (BlockingIOError, PermissionError):
             raise CheckpointError(
-                f"{self.folder}: another run writes here: {_read_name(descriptor)}: stop it, or "
-                "use another folder"
+                f"{self.folder}: another run is writing to this folder ({_read_name(descriptor)}). "
+                "Stop it, or use a different folder."
             ) from None
         except OSError as error:
             if not self.is_held:
                 log.warning(
-                    "%s: this disk has no locks (%s), so two jobs that write into one folder are "
-                    "not noticed: see to it that there is one",
+                    "%s: this file system does not support locks (%s), so anyrank cannot detect a "
+                    "second job that writes to this folder. Make sure that only one does.",
                     self.folder,
                     error.strerror,
                 )
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return whether the open file is the one that others find in the folder."""
+        """Return True if the open file is the one that is in the folder."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
         return False
@@ -146,7 +147,7 @@ class RunLock:
 
 
 def _write_own_name(descriptor: int) -> None:
-    """Write who has the lock, for the error of the others, even on other machines."""
+    """Write the owner of the lock, for the error on other ranks, even on other machines."""
     since = datetime.now(UTC).isoformat(timespec="seconds")
     name = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     os.ftruncate(descriptor, 0)
@@ -155,6 +156,6 @@ def _write_own_name(descriptor: int) -> None:
 
 
 def _read_name(descriptor: int) -> str:
-    """Read who has the lock, as its owner wrote it into the file."""
+    """Read the owner of the lock from the file."""
     name = os.pread(descriptor, MAX_BYTES, 0).decode(errors="replace").strip()
-    return name or "a process that has just begun"
+    return name or "a process that has just started"

@@ -1,8 +1,8 @@
 """The `.metadata` of a step, which torch.distributed.checkpoint reads: made once per plan.
 
-anyrank does not read it, so it is made after the commit, and a step is whole without it. It depends
-on the plan, by which every rank knows the others' writes, so that no rank is asked. Steps of one
-plan have the same bytes, and a later step takes a copy from the newest one that has them.
+anyrank does not read it, so it is made after the commit, and a step is complete without it. It
+depends on the plan, from which every rank knows the others' writes, so no rank is asked. Steps of
+one plan have the same bytes, and a later step copies them from the newest one that has them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from anyrank.tensors.writes import WritePlan, cut_pieces
 
 log = logging.getLogger("anyrank.saving")
 
-LOOKED_AT = 3  # newest steps to search for one that has the same
+LOOKED_AT = 3  # newest steps to search for one that has the same bytes
 REST_SEC = 0.002  # in the background, after each part, which takes about a millisecond
 
 
@@ -43,7 +43,7 @@ def write_metadata(
     owners: Mapping[int, bytes],
     rests: bool,
 ) -> None:
-    """Write the `.metadata` of a step that is committed. One rank; a failure is a warning.
+    """Write the `.metadata` of a committed step. On one rank; a failure is a warning.
 
     Args:
         folder: folder of the run.
@@ -51,7 +51,7 @@ def write_metadata(
         plan: plan of what all ranks write.
         index, manifest: index and manifest of the step.
         owners: rank -> digest of the tensors that only it has, for ranks that have some.
-        rests: whether to leave the interpreter to other threads in between.
+        rests: whether to release the interpreter to other threads in between.
     """
     path = join_path(folder.join(name), METADATA)
     digest = _digest(plan, index, owners)
@@ -70,12 +70,12 @@ def write_metadata(
         if not folder.store.renames:
             write_sealed(folder.store, path, parts, digest, rest)
             return
-        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"  # readers see all of it, or none
+        temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"  # readers see all of it, or nothing
         write_sealed(folder.store, temporary, parts, digest, rest)
         folder.store.rename(temporary, path)
     except (OSError, AnyrankError) as error:
         log.warning(
-            "%s: has no %s, which torch.distributed.checkpoint alone reads: %s",
+            "%s: has no %s, which only torch.distributed.checkpoint reads: %s",
             folder.user_path(name),
             METADATA,
             error,
@@ -83,7 +83,7 @@ def write_metadata(
 
 
 def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> bytes:
-    """Digest everything that a `.metadata` depends on."""
+    """Return a digest of everything that a `.metadata` depends on."""
     digest = hashlib.blake2b(index.to_bytes(), digest_size=16)
     digest.update(bytes(tensor.by_first for tensor in plan.tensors))
     digest.update(repr([plan.size, sorted(owners.items())]).encode())
@@ -91,7 +91,7 @@ def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> b
 
 
 def _find_same(folder: RunFolder, name: str, digest: bytes, rest: Callable[[], None]) -> str | None:
-    """Find a `.metadata` of the same plan, undamaged, among the newest other steps."""
+    """Find an intact `.metadata` of the same plan among the newest other steps."""
     others = [step.name for step in folder.whole_steps() if step.name != name]
     for other in others[:LOOKED_AT]:
         path = join_path(folder.join(other), METADATA)
@@ -113,8 +113,8 @@ def _describe(
     Args:
         plan: plan of what the ranks hold together.
         index: index of the step.
-        indexes: indexes of the ranks that have written other tensors as well, and of the first,
-            which has written those that all ranks have equal.
+        indexes: indexes of the ranks that have written other tensors too, and of the first rank,
+            which has written those that are identical on every rank.
     """
     names: dict[str, list[str]] = {}
     for alias, name in index.aliases.items():
@@ -143,7 +143,7 @@ def _describe(
 
 
 def _kind(plan: WritePlan, number: int) -> object:
-    """Return a value that is equal for tensors of one shape that lie in equal pieces."""
+    """Return a value that is the same for tensors of one shape that are split in the same way."""
     tensor = plan.tensors[number]
     return id(tensor.spread), tensor.itemsize
 

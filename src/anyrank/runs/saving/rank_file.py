@@ -1,4 +1,4 @@
-"""Write one rank's share of a save into one data file, straight from the tensors' memory."""
+"""Write one rank's share of a save into one data file, directly from the tensors' memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_own_items(tensors: Iterable[ShardedTensor], numbers: Mapping[str, int])
 
     Args:
         tensors: tensors that this rank holds.
-        numbers: name -> number in the step's index, for those that all ranks have equal.
+        numbers: name -> number in the step's index, for those that are identical on every rank.
     """
     for tensor in tensors:
         # A tensor without elements is one empty box, so that its dtype and shape are kept.
@@ -86,7 +86,7 @@ def write_share(
     parts: Mapping[str, Any],
     generators: Mapping[str, Any],
 ) -> RankFiles:
-    """Write the items into one data file, durably, and beside it its checksums and its index.
+    """Write the items into one data file, durably, and next to it its checksums and its index.
 
     Args:
         store: where the folder is.
@@ -118,7 +118,7 @@ def write_share(
 
 
 class _Index:
-    """The rank's index of the items that were written so far."""
+    """The rank's index of the items written so far."""
 
     def __init__(self) -> None:
         self.placed: dict[int, list[Placed]] = {}
@@ -126,7 +126,7 @@ class _Index:
         self._own_boxes: dict[str, list[Placed]] = {}
 
     def add(self, item: Item, offset: int) -> None:
-        """Note the offset of an item's first element in the file."""
+        """Record the offset of an item's first element in the file."""
         placed = Placed(item.box, offset)
         if item.number is not None:
             self.placed.setdefault(item.number, []).append(placed)

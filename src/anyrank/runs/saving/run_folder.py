@@ -1,7 +1,7 @@
-"""A run's folder: its names, the commit, the retention of old steps, and the cleaning.
+"""A run's folder: its names, the commit, the retention of old steps, and the cleanup.
 
-A step is written under `step-N.tmp-<run>-<tag>` and renamed when it is whole. Object stores cannot
-rename: there a step is written in place, and its manifest, written last, is the commit.
+A step is written under `step-N.tmp-<run>-<tag>` and renamed when it is complete. Object stores
+cannot rename: there a step is written in place, and its manifest, written last, is the commit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEMPORARY = re.compile(r"^step-(\d+)\.tmp-([0-9a-f]+)-([0-9a-f]+)$")
 REMOVED = ".removed-"
 DAMAGED = "damaged"
 SUPERSEDED = "superseded"
-MIN_KEPT = 2  # the newest may turn out damaged
+MIN_KEPT = 2  # because the newest may turn out to be corrupt
 
 
 class RunFolder:
@@ -45,7 +45,7 @@ class RunFolder:
 
     Attributes:
         path: the path as the user gave it, for messages.
-        absolute_path: stays right if the process changes its working directory.
+        absolute_path: stays valid if the process changes its working directory.
     """
 
     def __init__(self, store: Storage, path: str) -> None:
@@ -58,12 +58,12 @@ class RunFolder:
         return join_path(self.absolute_path, name)
 
     def user_path(self, name: str) -> str:
-        """Return a name's path as the user wrote the folder's, if that is still the same folder."""
+        """Return a name's path in the user's form, if that still leads to the same folder."""
         path = join_path(self.path, name)
         return path if absolute(path) == self.join(name) else self.join(name)
 
     def names(self) -> list[str]:
-        """List the names in the folder; none if it does not exist.
+        """List the names in the folder; an empty list if it does not exist.
 
         Raises:
             CheckpointError: the storage cannot list it.
@@ -75,9 +75,9 @@ class RunFolder:
                 return []
 
     def steps(self) -> list[StepFolder]:
-        """List the run's steps, the newest first: whole ones, and damaged ones without a manifest.
+        """List the run's steps, newest first: complete ones, and corrupt ones without a manifest.
 
-        In an object store a step without a manifest was left by a save that died, and is not
+        In an object store a step without a manifest was left by an interrupted save, and is not
         listed.
 
         Raises:
@@ -88,18 +88,18 @@ class RunFolder:
         return [step for step in steps if step.is_whole or self.store.renames]
 
     def whole_steps(self) -> list[StepFolder]:
-        """The `steps` that have their manifest."""
+        """Return the `steps` that have their manifest."""
         return [step for step in self.steps() if step.is_whole]
 
     def check_no_other(self) -> None:
-        """Refuse a folder without steps that cannot hold a new run.
+        """Check that a folder without steps can hold a new run.
 
         Raises:
-            CheckpointError: it is a file, one step of a run, a folder of runs or another tool's
+            CheckpointError: it is a file, a step of a run, a folder of runs or another tool's
                 checkpoint; has the name of a step in a run's folder; or cannot be made.
         """
         if self.whole_steps():
-            return  # they belong to a run, and `check_run` asks to which
+            return  # they belong to a run, and `check_run` checks to which
         with reading(self.path):
             problem = self._find_other_content()
             problem = problem or self._find_parent_run() or self._find_write_problem()
@@ -110,48 +110,49 @@ class RunFolder:
         """Describe content of the folder that does not belong to a run; None if there is none."""
         if not self.names() and not self.store.is_file(self.absolute_path):
             return None
-        # In an object store a save that died leaves files under the step's name.
+        # In an object store an interrupted save leaves files under the step's name.
         own_names = TEMPORARY if self.store.renames else STEP
         return find_other_content(self.store, self.absolute_path, own_names)
 
     def _find_parent_run(self) -> str | None:
-        """Return the problem of a folder that is, or is within, a step of another run; or None."""
+        """Return the problem of a folder that is, or is inside, a step of another run; or None."""
         parent, where = self.absolute_path.rstrip("/"), "is"
         while parent:
             parent, _, name = parent.rpartition("/")
             number = number_of(name)
             is_of_run = number is not None and self.store.is_dir(parent)
             if is_of_run and list_steps(self.store, parent, self.store.names(parent)):
-                way_out = f"give that, and resume({number}) to go back to it"
-                return f"{where} a step of the run {parent}: {way_out}"
-            where = "is within"
+                way_out = f"Pass {parent}; to return to that step, call resume({number})."
+                return f"{where} step {number} of the run {parent}. {way_out}"
+            where = "is inside"
         return None
 
     def _find_write_problem(self) -> str | None:
-        """Say why a save could not make its folder here, before hours of training; or None."""
+        """Return why a save could not make its folder, before hours of training; or None."""
         if not self.store.renames:
             return None
         path = self.absolute_path
         while not os.path.lexists(path):
             path = os.path.dirname(path)
         if not os.path.isdir(path):
-            return f"cannot be made, because {path} is a file: give another path"
+            return f"cannot be made, because {path} is a file. Pass a different path."
         if not os.access(path, os.W_OK | os.X_OK):
             return (
-                f"cannot be made, because this user may not write in {path}: change its permissions"
+                f"cannot be made, because this user may not write in {path}. Change its "
+                "permissions, or pass a different path."
             )
         return None
 
     def begin(self, step: int, run: str, branch: int | None = None) -> str:
-        """Clean up after dead saves of this run, and make an empty folder for a step.
+        """Clean up after interrupted saves of this run, and make an empty folder for a step.
 
         Args:
             step: the step to write.
             run: the run's id.
-            branch: step that the run went back to, so that newer ones are set aside; or None.
+            branch: step that the run returned to, so that newer ones are set aside; or None.
 
         Raises:
-            CheckpointError: the step exists already; or the folder cannot be made.
+            CheckpointError: the step already exists; or the folder cannot be made.
         """
         with storing(self.path):
             self.store.make_folder(self.absolute_path)
@@ -161,21 +162,24 @@ class RunFolder:
             step_path = self.join(step_name(step))
             if is_step(self.store, step_path):
                 raise CheckpointError(
-                    f"{step_path}: is committed already: a step is saved once; save after the next "
-                    "step_done, or use another folder for another run"
+                    f"{step_path}: is already saved, and a saved step is never overwritten. Save "
+                    "again after the next step_done(), or use a different folder for a different "
+                    "run."
                 )
             if not self.store.renames:
                 return step_path
             if self.store.is_dir(step_path):
                 new_name = self.set_aside(step_name(step), DAMAGED)
-                log.warning("%s: has no manifest, and was renamed %s", step_path, new_name)
-            # A rank of a dead save may still write: no later save shares its folder.
+                log.warning(
+                    "%s: was incomplete (no manifest) and was renamed to %s", step_path, new_name
+                )
+            # A rank of an interrupted save may still write: no later save shares its folder.
             path = f"{step_path}.tmp-{run[:8]}-{uuid.uuid4().hex[:8]}"
             self.store.make_folder(path)
             return path
 
     def check_run(self, run: str | None) -> None:
-        """Refuse to mix two runs in one folder.
+        """Check that a folder is not of another run.
 
         Raises:
             CheckpointError: the newest undamaged step is of another run, or cannot be read.
@@ -184,19 +188,21 @@ class RunFolder:
             try:
                 step_run = read_manifest(self.store, self.join(name)).run
             except CorruptCheckpoint:
-                continue  # it does not say which run it belongs to; an older one does
+                continue  # it does not say to which run it belongs, but an older one does
             if step_run != run:
                 raise CheckpointError(
-                    f"{self.path}: holds step {step} of another run ({step_run[:8]}): resume that "
-                    "one before saving, or give this run a folder of its own"
+                    f"{self.path}: contains step {step} of a different run ({step_run[:8]}). To "
+                    "continue that run, call resume() before the first save; to start a new run, "
+                    "use an empty folder."
                 )
             return
 
     def _clean(self, run: str) -> None:
-        """Remove what dead saves of this run, and a killed retention, left.
+        """Remove the leftovers of interrupted saves of this run, and of a killed retention.
 
-        A run without steps has no lasting id, so all dead saves count as its own. In an object
-        store, all steps without a manifest are dead saves, because the folder has one writer.
+        A run without steps has no lasting id, so all interrupted saves count as its own. In an
+        object store, all steps without a manifest are interrupted saves, because the folder has one
+        writer.
         """
         names = self.names()
         leftovers = [name for name in names if name.startswith(REMOVED)]
@@ -206,7 +212,7 @@ class RunFolder:
             if match and (is_first or match[2] == run[:8]):
                 leftovers.append(name)
         for name in leftovers:
-            with contextlib.suppress(OSError):  # leftovers take room, but stop no save
+            with contextlib.suppress(OSError):  # leftovers take room, but prevent no save
                 self.store.remove_folder(self.join(name))
         if not self.store.renames:
             for step in list_steps(self.store, self.absolute_path, names):
@@ -214,12 +220,12 @@ class RunFolder:
                     self.store.remove_folder(self.join(step.name))
 
     def commit(self, temporary: str, step: int, manifest: Manifest) -> str:
-        """Make a written step exist, so that it survives a power cut; return its name."""
+        """Commit a written step, so that it survives a power failure; return its name."""
         write_file(self.store, join_path(temporary, MANIFEST), manifest.to_bytes())
         name = step_name(step)
         if self.store.renames:
             with storing(self.path):
-                # A step that exists must be whole after a power cut: its entries come first.
+                # A step that exists must be complete after a power failure: its entries come first.
                 self.store.sync_folder(temporary)
                 self.store.rename(temporary, self.join(name))
                 self.store.sync_folder(self.absolute_path)
@@ -228,8 +234,8 @@ class RunFolder:
     def tidy(self, name: str, keep_newest: int, keeps_forever: Callable[[int], bool]) -> list[str]:
         """After a commit: write the `latest` hint, and remove old steps. Failures are warnings.
 
-        At least two steps stay whose files exist with their sizes; their bytes are compared on
-        reading.
+        At least two steps are kept whose files exist with their sizes; their bytes are compared
+        when they are read.
         """
         removed: list[str] = []
         try:
@@ -243,12 +249,12 @@ class RunFolder:
                     self._remove(folder)
                     removed.append(folder)
         except (OSError, AnyrankError) as error:
-            log.warning("%s: old steps were not removed: %s", self.path, error)
+            log.warning("%s: old steps could not be removed: %s", self.path, error)
         return removed
 
     def _has_enough_good(self, names: Sequence[str], committed: str) -> bool:
-        """Return whether at least MIN_KEPT of these steps are good; look at no more than that many,
-        and not at the one that was just committed.
+        """Return True if at least MIN_KEPT of these steps are good; examine no more than that many,
+        and not the one that was just committed.
         """
         good = (name for name in names if name == committed or self._is_good(name))
         return len([*itertools.islice(good, MIN_KEPT)]) == MIN_KEPT
@@ -262,7 +268,7 @@ class RunFolder:
         return True
 
     def _remove(self, name: str) -> None:
-        """Remove a step; a kill in the middle leaves nothing that looks like a whole step."""
+        """Remove a step; a kill in the middle leaves nothing that looks like a complete step."""
         if self.store.renames:
             hidden = self.join(f"{REMOVED}{name}-{uuid.uuid4().hex[:8]}")
             self.store.rename(self.join(name), hidden)
@@ -276,18 +282,18 @@ class RunFolder:
         if not self.store.renames:
             write_file(self.store, self.join(LATEST), f"{name}\n".encode())
             return
-        # Readers see the old name or the new one meanwhile, and always a whole one.
+        # Meanwhile readers see the old name or the new one, and always a complete one.
         temporary = self.join(f".{LATEST}-{uuid.uuid4().hex[:8]}")
         write_file(self.store, temporary, f"{name}\n".encode())
         self.store.rename(temporary, self.join(LATEST))
 
     def _set_newer_aside(self, branch: int) -> None:
-        """Set aside the steps after the one that the run went back to."""
+        """Rename the steps after the one that the run returned to."""
         newer = [step for step in self.steps() if step.number > branch]
         new_names = [self.set_aside(s.name, SUPERSEDED if s.is_whole else DAMAGED) for s in newer]
         if new_names:
             log.warning(
-                "%s: the run continues from step %d; newer steps were renamed %s",
+                "%s: the run continues from step %d; newer steps were renamed to %s",
                 self.path,
                 branch,
                 ", ".join(new_names),
@@ -318,7 +324,7 @@ class RunFolder:
             return manifest, check_sizes(self.store, path, manifest)
 
     def saved(self) -> list[SavedStep]:
-        """List the committed steps, the newest first, without damaged ones."""
+        """List the committed steps, newest first, without corrupt ones."""
         steps: list[SavedStep] = []
         for step in self.whole_steps():
             with contextlib.suppress(AnyrankError):

@@ -1,4 +1,4 @@
-"""The memory into which a save during the training copies a rank's share."""
+"""The memory into which a background save copies a rank's share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Staging:
         """Copy every item; return the copies in the same order. The next call overwrites them.
 
         Raises:
-            CheckpointError: a tensor's memory was released.
+            CheckpointError: a tensor's memory was freed.
             AnyrankError: there is no memory to page-lock.
         """
         devices = {item.source.device for item in items if not item.source.is_cpu}
@@ -64,5 +64,5 @@ class Staging:
 
 
 def _padded_bytes(item: Item) -> int:
-    """Count the bytes that a copy of an item takes, with its alignment."""
+    """Return the bytes that a copy of an item takes, with its alignment."""
     return -(-item.nbytes // ALIGN) * ALIGN

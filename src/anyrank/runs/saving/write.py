@@ -65,19 +65,19 @@ def write(
     keeps_forever: Callable[[int], bool],
     branch: int | None,
 ) -> SaveRecord:
-    """Write the shares and commit them. All ranks.
+    """Write the shares and commit them. Collective.
 
     Args:
         snapshot: what this rank writes.
         folder: folder of the run.
         ranks: all ranks that write.
-        keep_newest: number of the newest steps to keep.
-        keeps_forever: returns whether a step of this number is never removed.
-        branch: step that the run went back to, or None.
+        keep_newest: number of newest steps to keep.
+        keeps_forever: returns True if a step of this number is never removed.
+        branch: step that the run returned to, or None.
 
     Raises:
-        CheckpointError: a rank could not write. Nothing was committed then, unless only the last
-            operation failed, the sync of the folder that has the step.
+        CheckpointError: a rank could not write. In that case nothing was committed, unless only the
+            last operation failed, the sync of the folder that has the step.
         RankError: another rank ended.
     """
     start = time.perf_counter()
@@ -103,11 +103,11 @@ def write(
         index = describe_tensors(snapshot, rows or ())
         data = index.to_bytes()
         manifest.files[INDEX] = write_file(folder.store, join_path(temporary, INDEX), data)
-        # From here on the step exists. Older ones are removed only now: it could have been the only
-        # one.
+        # From here on the step exists. Older ones are removed only now, because one of them could
+        # have been the only good one.
         name = folder.commit(temporary, step, manifest)
         owners = {rank: row.own_tensors for rank, row in enumerate(rows or ()) if row.own_tensors}
-        rests = ranks.channel > 0  # in a thread of its own, during the training
+        rests = ranks.channel > 0  # in another thread, during the training
         write_metadata(folder, name, snapshot.plan, index, manifest, owners, rests)
         removed = folder.tidy(name, keep_newest, keeps_forever)
         seconds = time.perf_counter() - start
@@ -118,7 +118,7 @@ def write(
 
 
 class RankRow(NamedTuple):
-    """A rank's message to the first one about its share.
+    """A rank's report to the first rank on its share.
 
     Attributes:
         files: files that it wrote.
@@ -172,10 +172,9 @@ def describe_tensors(snapshot: Snapshot, rows: Sequence[RankRow]) -> StepIndex:
 
 
 def _unshared_folder_error(folder: str, ranks: Ranks) -> CheckpointError:
-    """Make the error for a rank that does not see the folder that the first rank made."""
+    """Make the error for a rank that cannot see the folder that the first rank made."""
     own_host, first_host = ranks.hosts[ranks.node], ranks.hosts[ranks.nodes[0]]
     return CheckpointError(
-        f"{folder}: {own_host} does not see this folder, which rank {ranks.ranks[0]} made on "
-        f"{first_host}: all ranks write into it, so the run's path must be absolute, and on "
-        "storage that all machines share"
+        f"{folder}: {own_host} cannot see this folder, which rank {ranks.ranks[0]} created on "
+        f"{first_host}. Use an absolute path on storage that is shared by all machines."
     )

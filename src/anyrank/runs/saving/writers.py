@@ -1,4 +1,4 @@
-"""The plan of who writes the tensors that ranks hold together; each rank computes it alone."""
+"""The plan of who writes the tensors that ranks hold together; every rank computes it by itself."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def plan_writes(
     """Plan who writes what.
 
     Args:
-        tensors: tensors as this rank holds them, in the same order on all ranks.
+        tensors: tensors as this rank holds them, in the same order on every rank.
         spreads: layout of each on the ranks.
         size: number of ranks.
-        by_first: names of tensors of which the first holder of each part writes all of it, because
+        by_first: names of tensors whose parts are written by their first holders only, because
             they may differ between holders.
     """
     planned = [
@@ -43,7 +43,7 @@ def index_of(
     Args:
         tensors: tensors of the plan.
         plan: plan of who writes what of them.
-        by_first_alone: further tensors, which the first rank writes.
+        by_first_alone: further tensors, which only the first rank writes.
         aliases: other name of a tied tensor -> the name under which it is saved.
     """
     rows: list[IndexedTensor] = []

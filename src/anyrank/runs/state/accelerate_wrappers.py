@@ -11,8 +11,8 @@ def unwrapped(name: str, part: Any) -> Any:
     """Return a part of a training state without the wrapper that `accelerator.prepare` gave it.
 
     Raises:
-        ValueError: a scheduler steps once for each process, so that its count, and the learning
-            rate, would depend on the number of ranks.
+        ValueError: a scheduler steps once per process, so that its count, and the learning rate,
+            would depend on the number of ranks.
     """
     bases = type(part).__mro__
     wrappers = {b.__name__ for b in bases if b.__module__.partition(".")[0] == "accelerate"}
@@ -22,10 +22,10 @@ def unwrapped(name: str, part: Any) -> Any:
         return part
     if part.step_with_optimizer and not part.split_batches:
         raise ValueError(
-            f"{name} is an AcceleratedScheduler that steps once for each process, so after "
-            "another number of ranks the learning rate would be another: leave the scheduler out "
-            "of accelerator.prepare() and step it once in each optimizer step, or prepare it with "
-            "Accelerator(step_scheduler_with_optimizer=False)"
+            f"{name} is an AcceleratedScheduler that steps once per process, so the learning rate "
+            "would depend on the number of ranks. Do not pass the scheduler to "
+            "accelerator.prepare(), and step it once per optimizer step; or prepare it with "
+            "Accelerator(step_scheduler_with_optimizer=False)."
         )
     return part.scheduler
 

@@ -1,7 +1,7 @@
-"""The frozen base of a model whose adapters are trained: recorded in a run, and not written.
+"""The frozen base of a model whose adapters are trained: recorded in a run, but not written.
 
-A run records the base's source and a digest of its values, which does not depend on how they are
-laid out on the ranks.
+A run records the base's source and a digest of its values, which does not depend on their layout on
+the ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Base:
     """The parameters of a model that need no gradient, and are in no optimizer and no adapter.
 
     Attributes:
-        source: paths or URLs that they come from.
+        source: paths or URLs from which they are loaded.
         digest: digest of their names, shapes, dtypes and values; None before `measure`.
     """
 
@@ -41,7 +41,7 @@ class Base:
         paths = [source] if isinstance(source, str | os.PathLike) else source
         check_type("base", paths, Sequence, "a path, a URL or a list of them")
         if not paths:
-            raise ValueError(f"base={source!r}: give a path, a URL or a list of them")
+            raise ValueError(f"base={source!r}: must be a path, a URL or a list of them")
         self.source = [check_path("base", path) for path in paths]
         self.digest: str | None = None
         self._writes: dict[str, int] = {}
@@ -60,10 +60,10 @@ class Base:
     def measure(
         self, targets: Sequence[ModelTensor], trained: Collection[int], ranks: Ranks
     ) -> None:
-        """Compute the digest, unless the values are those of the last one. All ranks.
+        """Compute the digest, unless the values have not changed since the last one. Collective.
 
         Raises:
-            CheckpointError: the base is on meta; replicas of it differ; on all ranks.
+            CheckpointError: the base is on meta; replicas of it differ; on every rank.
         """
         compare_arguments(ranks, "TrainState", {"base": self.source}, CheckpointError)
         base_tensors = [target for target in targets if _is_of_base(target, trained)]
@@ -72,8 +72,8 @@ class Base:
             on_meta = [target.name for target in base_tensors if target.is_meta]
             if on_meta:
                 raise CheckpointError(
-                    f"{on_meta[0]}: the base is on meta: anyrank.load(model, "
-                    f"{self.source[0]!r}) before the run is resumed or saved"
+                    f"{on_meta[0]}: the base is on the meta device. Call anyrank.load(model, "
+                    f"{self.source[0]!r}) before the run is resumed or saved."
                 )
             return self.digest is not None and self._writes == _writes(base_tensors)
 
@@ -91,36 +91,36 @@ class Base:
         """Return the record of the base that a save keeps.
 
         Raises:
-            CheckpointError: the base was written to since it was measured.
+            CheckpointError: the base was modified since it was measured.
         """
         now = _writes([target for target in targets if _is_of_base(target, trained)])
         names = now.keys() | self._writes.keys()
         wrong = sorted(name for name in names if now.get(name) != self._writes.get(name))
         if wrong:
             raise CheckpointError(
-                f"model.{wrong[0]}: belongs to the base {self.source[0]}, and was written to or "
-                "frozen since the run began: a base stays as it is; load it before Checkpoints is "
-                "used, or leave base= out to save it with the run"
+                f"model.{wrong[0]}: belongs to the frozen base {self.source[0]}, but was modified "
+                "or frozen after the run started. A base must not change. Load and freeze it "
+                "before the first call of Checkpoints, or remove base= to save it with the run."
             )
         return {"source": self.source, "digest": self.digest}
 
 
 def base_problems(base: Base | None, record: Any) -> list[str]:
-    """Describe how the base of a saved model differs from the one that is here."""
+    """Describe the differences between the base of a saved model and the current one."""
     known = record.get("base")
     if known is None and base is None:
         return []
     if known is None:
-        return ["model: its base was saved with the run: leave out TrainState(base=...)"]
+        return ["model: its base was saved with the run. Remove TrainState(base=...)."]
     if base is None:
         return [
-            f"model: its base {', '.join(known['source'])} is not in the checkpoint: load it, "
-            "freeze its parameters, and give TrainState(base=...) that source"
+            f"model: its base {', '.join(known['source'])} is not in the checkpoint. Load it, "
+            "freeze its parameters, and pass that source as TrainState(base=...)."
         ]
     if known["digest"] != base.digest:
         return [
-            f"model: the frozen base has other values ({base.digest}) than in the run "
-            f"({known['digest']}, from {', '.join(known['source'])}): load the run's own base"
+            f"model: the frozen base has different values ({base.digest}) than in the run "
+            f"({known['digest']}, from {', '.join(known['source'])}). Load the run's base."
         ]
     return []
 
@@ -141,14 +141,14 @@ def _measure(
     coordinates: Mapping[int, Coordinates],
     ranks: Ranks,
 ) -> str:
-    """One digest of what all ranks hold, each element counted once. All ranks.
+    """Return one digest of all ranks' values, each element counted once. Collective.
 
     Raises:
         CheckpointError: ranks hold different parameters, or different values of the same part.
     """
     if ranks.size > 1 and not inventory[TENSORS].digest:
         raise CheckpointError(
-            "model: the ranks have different frozen parameters: freeze the same on all of them"
+            "model: the ranks have different frozen parameters. Freeze the same ones on every rank."
         )
     digests = ranks.run("comparing the base", lambda: _digests(base_tensors))
     by_name = {t.name: row for t, row in zip(base_tensors, digests, strict=True)}
@@ -159,8 +159,8 @@ def _measure(
     )
     if wrong:
         raise CheckpointError(
-            f"model.{next(iter(wrong))}: the frozen base differs between the ranks: load the same "
-            "on all of them"
+            f"model.{next(iter(wrong))}: the frozen base differs between the ranks. Load the same "
+            "base on every rank."
         )
     own_totals = [0] * len(base_tensors)
     for index, tensor in enumerate(base_tensors):
@@ -178,7 +178,7 @@ def _add_all(totals: list[int], others: list[int]) -> list[int]:
 
 
 def _digests(base_tensors: Sequence[ModelTensor]) -> list[list[int]]:
-    """For each tensor, the digests of the pieces that this rank holds."""
+    """Return, for each tensor, the digests of the pieces that this rank holds."""
     rows: list[list[int]] = []
     for number, target in enumerate(base_tensors):
         local = target.local()

@@ -1,5 +1,5 @@
-"""The digest of a tensor that no layout changes: the sum over its elements of a hash of position
-and bits. Each rank adds up the boxes that it holds; the sum is the same however they are cut.
+"""A digest of a tensor that does not depend on its layout: the sum over its elements of a hash of
+position and bits. Each rank adds up its boxes; the sum is the same however the tensor is split.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from anyrank.tensors.box import Box
 from anyrank.tensors.hashing import SPREAD, mix64_, signed
 
-PART_ELEMENTS = 1 << 16  # elements hashed at a time, so few that a processor's cache holds them
+PART_ELEMENTS = 1 << 16  # elements hashed at a time, few enough for a processor's cache
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULUS = 1 << 64
 

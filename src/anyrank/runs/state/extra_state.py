@@ -18,7 +18,7 @@ from anyrank.runs.state.part_types import PartMatch, PartSource, PartState, hold
 def save_extra_states(
     part: str, owners: Sequence[tuple[str, nn.Module]], saved: PartState
 ) -> dict[str, Any]:
-    """Save the extra state of modules, by name, for the record of their part. Add its tensors to
+    """Save the extra state of modules, by name, for the record of their part; add its tensors to
     `saved`.
     """
     put = partial(_put, saved)
@@ -32,7 +32,7 @@ def _put(saved: PartState, where: str, tensor: torch.Tensor) -> Any:
     sharded = hold_to_save(where, tensor.detach())
     saved.tensors.append(sharded)
     if sharded.layout is None:
-        saved.may_differ.add(where)  # nothing keeps it equal on the ranks
+        saved.may_differ.add(where)  # nothing keeps it the same on every rank
     return {"~whole": where}
 
 
@@ -43,7 +43,7 @@ def match_extra_states(
     source: PartSource,
     matched: PartMatch,
 ) -> list[tuple[nn.Module, Any]]:
-    """Pair each module with its saved extra state. Add fills and problems to `matched`."""
+    """Pair each module with its saved extra state; add fills and problems to `matched`."""
 
     def take(entry: Any) -> torch.Tensor:
         stored = source.listing.tensors[entry["~whole"]]
@@ -53,7 +53,7 @@ def match_extra_states(
         return sharded.tensor
 
     for title, names in (
-        ("extra state that the checkpoint does not hold", modules.keys() - saved.keys()),
+        ("extra state that is missing from the checkpoint", modules.keys() - saved.keys()),
         ("extra state of modules that are not in the model", saved.keys() - modules.keys()),
     ):
         if names:

@@ -1,4 +1,4 @@
-"""Frozen parts of a module in a run's checkpoint: their hashes are saved, not their weights."""
+"""Frozen parts of a module in a run's checkpoint: their hashes are saved, but not their weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.M
     and these parts.
 
     Raises:
-        CheckpointError: a frozen part was written to.
+        CheckpointError: a frozen part was modified.
     """
     record: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
@@ -39,20 +39,20 @@ def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.M
 
 
 def _commit(part: str, module: nn.Module, record: Any) -> None:
-    """Record what frozen parts that were filled hold, and compare it with what was saved of them.
+    """Record the digests of filled frozen parts, and compare them with the saved ones.
 
     Raises:
-        CheckpointError: a part has other weights.
+        CheckpointError: a part has different weights.
     """
     for name, inner in frozen_parts(module):
-        remember(inner)  # tensors among the extra state included
+        remember(inner)  # including tensors of the extra state
         _compare_digest(part, name, inner, record)
 
 
 def match_frozen(
     part: str, module: nn.Module, record: Any, device: torch.device
 ) -> tuple[list[str], list[TensorFill], Callable[[], None]]:
-    """Match frozen parts whose weights are elsewhere: compare by hash, or fill from their source.
+    """Match frozen parts whose weights are elsewhere: compare hashes, or fill from their source.
 
     Returns:
         The problems, the fills, and a function to call once all frozen parts are filled.
@@ -64,8 +64,8 @@ def match_frozen(
         inner: Any = parts.get(name)
         if inner is None:
             problems.append(
-                f"{part}.{name}: was frozen with source {known['source']} when it was saved, and "
-                "is not frozen now: anyrank.freeze() it with that source before resuming"
+                f"{part}.{name}: was frozen with source {known['source']} when it was saved, but "
+                "is not frozen now. Call anyrank.freeze() on it with that source before you resume."
             )
             continue
         info = inner.anyrank_frozen
@@ -104,6 +104,6 @@ def _compare_digest(part: str, name: str, inner: Any, record: Any) -> None:
 
 def _digest_differs(part: str, name: str, known: Any, digest: str) -> str:
     return (
-        f"{part}.{name}: is frozen, and was {known['digest']} when it was saved (source "
-        f"{known['source']}), but is {digest} now: freeze the weights that the run was trained with"
+        f"{part}.{name}: is frozen, and had the digest {known['digest']} when it was saved (source "
+        f"{known['source']}), but has {digest} now. Freeze the weights of the original run."
     )

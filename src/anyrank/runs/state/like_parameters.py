@@ -1,4 +1,4 @@
-"""The layout of a saved tensor that nothing holds yet: that of the parameter it belongs to."""
+"""The layout of a saved tensor that does not exist yet: that of the parameter it belongs to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from anyrank.tensors.torch_classes import is_dtensor
 
 
 class LikeParameters:
-    """The sharded parameters of a state, which give a layout to parts of it that are empty now: an
-    average that begins later has tensors of its parameters' shapes.
+    """The sharded parameters of a state, as layouts for parts of it that are empty now: an average
+    that starts later has tensors of its parameters' shapes.
 
     Args:
         targets: tensors of the state's modules.
@@ -26,7 +26,7 @@ class LikeParameters:
         return bool(self._sharded)
 
     def find(self, where: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Find a parameter with the layout of a tensor; None if nothing says which.
+        """Find a parameter with the layout of a tensor; return None if there is not exactly one.
 
         Args:
             where: key of the tensor, which may end with the parameter's name.

@@ -35,15 +35,15 @@ from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.near_names import near
 from anyrank.tensors.walk import walk
 
-ALL_ADAPTERS = "*"  # in place of names, where all adapters have one scale
+ALL_ADAPTERS = "*"  # in place of names, if all adapters have the same scale
 
 
 def targets_of(module: nn.Module) -> list[ModelTensor]:
     """List every tensor of a module.
 
     Raises:
-        CheckpointError: two tensors have one name in a checkpoint; or the bytes of one cannot be
-            placed.
+        CheckpointError: two tensors have the same name in a checkpoint; or the bytes of one cannot
+            be located.
     """
     try:
         targets = find_tensors(module)
@@ -52,14 +52,14 @@ def targets_of(module: nn.Module) -> list[ModelTensor]:
     count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
-        raise CheckpointError(in_line("several tensors of the model have one name", doubled))
+        raise CheckpointError(in_line("several tensors of the model have the same name", doubled))
     return targets
 
 
 def save_module(
     part: str, module: nn.Module, targets: Sequence[ModelTensor], stepped: Container[int]
 ) -> PartState:
-    """Return what a module contributes to a save. This rank's view; the ranks compare it.
+    """Return a module's contribution to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
@@ -68,8 +68,8 @@ def save_module(
         stepped: ids of parameters that only an optimizer of the state changes.
 
     Raises:
-        CheckpointError: a tensor is on meta, sparse or quantized; only the module's own code knows
-            some of its values; or a frozen part was written to.
+        CheckpointError: a tensor is on meta, sparse or quantized; some values are known only to
+            the module's own code; or a frozen part was modified.
     """
     frozen: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
@@ -79,8 +79,8 @@ def save_module(
     on_meta = [target.name for target in written if target.is_meta]
     if on_meta:
         raise CheckpointError(
-            in_line(f"{part}: on meta, so there is nothing to save", on_meta)
-            + ": load, materialize or resume first"
+            in_line(f"{part}: on the meta device, so these have no values to save", on_meta)
+            + ". First load, materialize or resume."
         )
     if save_by_own_code(find_modules(module)):
         _check_own_code(part, module)
@@ -89,8 +89,8 @@ def save_module(
         check_has_bytes(target.name, target.tensor)
     saved = PartState(None, [*named])
     saved.aliases = {f"{part}.{alias.name}": t.name for t in named for alias in t.registrations[1:]}
-    # Each rank updates a plain buffer on its own, and an average that no optimizer steps: nothing
-    # keeps these equal, so a difference does not prove that replicas have diverged.
+    # Each rank updates a plain buffer, or an average that no optimizer steps, by itself: nothing
+    # keeps these the same, so a difference does not prove that replicas have diverged.
     is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
     saved.may_differ = {
         t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
@@ -101,53 +101,52 @@ def save_module(
         extra = save_extra_states(part, owners, saved)
     saved.record = {"kind": "module", "layout": layout, "frozen": frozen, "extra": extra}
     if scales := _scales_of(targets):
-        # Most adapters have one scale for all of their layers.
+        # Most adapters have the same scale for all of their layers.
         same = len({*scales.values()}) == 1
         saved.record["scales"] = {ALL_ADAPTERS: next(iter(scales.values()))} if same else scales
     return saved
 
 
 def _scales_of(targets: Iterable[ModelTensor]) -> dict[str, float]:
-    """Factors of adapters -> what PEFT multiplies their product by, which no tensor holds."""
+    """Return the factor of each adapter by which PEFT multiplies it, and that no tensor holds."""
     scales = {target.name: scaling_of(target) for target in targets if target.adapter}
     return {name: scale for name, scale in scales.items() if scale is not None}
 
 
 def _other_scales(part: str, targets: Iterable[ModelTensor], saved: dict[str, float]) -> list[str]:
-    """Name the first adapter that computes otherwise than the run's, though its tensors fit."""
+    """Return the first adapter whose scale differs from the run's, though its tensors match."""
     for name, scale in _scales_of(targets).items():
         was = saved.get(name, saved.get(ALL_ADAPTERS, scale))
         if scales_differ(was, scale):
             return [
-                f"{part}.{name}: its adapter is scaled by {scale:g}, and was by {was:g} in the "
-                "run: make it with the LoraConfig of the run, or begin a "
-                "new run from its weights"
+                f"{part}.{name}: its adapter is scaled by {scale:g}, but by {was:g} in the run. "
+                "Make it with the LoraConfig of the run, or start a new run from its weights."
             ]
     return []
 
 
 def _check_own_code(part: str, module: nn.Module) -> None:
-    """Refuse values that only a module's own code puts into `state_dict()`; CheckpointError."""
+    """Raise CheckpointError for values that only a module's own code adds to `state_dict()`."""
     added = added_to_state_dict(module)
     if added:
         raise CheckpointError(
             in_line(
-                f"{part}: in its state_dict() by its own code, and neither parameter nor buffer",
+                f"{part}: added to its state_dict() by its own code, not parameters or buffers",
                 added,
             )
-            + ": register them as buffers, or give them in get_extra_state() and set_extra_state()"
+            + ". Register them as buffers, or use get_extra_state() and set_extra_state()."
         )
 
 
 def _in_part(part: str, target: ModelTensor) -> ModelTensor:
-    """Return a tensor of a part of the state, by its name in a checkpoint."""
+    """Return a tensor of a part of the state, with its name in a checkpoint."""
     return replace(target, name=f"{part}.{target.name}")
 
 
 def _with_extra(module: nn.Module, elsewhere: Collection[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """List the modules with a state apart from their tensors, by name without wrappers.
+    """List the modules that have a state besides their tensors, by name without wrappers.
 
-    Frozen parts that are kept `elsewhere` are left out, with everything below them.
+    Frozen parts that are saved `elsewhere` are omitted, with everything below them.
     """
     owners: list[tuple[str, nn.Module]] = []
     for raw, submodule in walk(module, "", {*elsewhere}):
@@ -182,18 +181,18 @@ def match_module(
     matched = PartMatch(outcome, fills, problems=problems)
     matched.problems += _other_scales(part, targets, record.get("scales", {}))
     fresh, dropped = _fit_tensors(part, wanted, device, source, matched)
-    title = "kept, as the checkpoint has none"
+    title = "kept, because the checkpoint does not have them"
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     owners, restored = _with_extra(module, elsewhere), list[tuple[nn.Module, Any]]()
     if owners or record["extra"]:
         restored = match_extra_states(part, dict(owners), record["extra"], source, matched)
 
     def commit() -> None:
-        # Real tensors were filled in place; those on meta get their memory now.
+        # Real tensors were filled in place; those on meta are allocated now.
         for fill in fills:
             if isinstance(fill.target, ModelTensor) and fill.target.is_meta:
                 Replacement(fill.target, fill.local).toggle()
-        # After the tensors, because a module's code may look at its own.
+        # After the tensors, because a module's code may read its own.
         for submodule, value in restored:
             submodule.set_extra_state(value)
         if commit_frozen is not None:
@@ -213,14 +212,14 @@ def _fit_tensors(
     source: PartSource,
     matched: PartMatch,
 ) -> tuple[list[str], list[str]]:
-    """Pair tensors with the checkpoint's. Add fills and problems to `matched`; return the names
-    that start fresh, and the names of the checkpoint that are dropped.
+    """Pair tensors with the checkpoint's; add fills and problems to `matched`. Return the names
+    that are missing and allowed, and the names of the checkpoint that are dropped.
     """
     stored = {k: t for k, t in source.listing.tensors.items() if k.startswith(f"{part}.")}
     missing: list[str] = []
     fresh: list[str] = []
     used: set[str] = set()
-    # A copy that an adapter trains has the name of its original as well.
+    # A copy that an adapter trains also has the name of its original.
     owners = {f"{part}.{registration.name}": t for t in wanted for registration in t.registrations}
     for target in wanted:
         names = [f"{part}.{name}" for name in target.flat_names()]
@@ -235,8 +234,8 @@ def _fit_tensors(
         others = [stored[name] for name in names if name in stored]
         if any(other.chunks != stored[key].chunks for other in others):
             matched.problems.append(
-                f"{target.name}: is one tensor here, and was several in the checkpoint, which may "
-                f"differ ({', '.join(other.name for other in others)}): untie them"
+                f"{target.name}: is one tensor in the model, but several in the checkpoint, which "
+                f"may differ ({', '.join(other.name for other in others)}). Untie them."
             )
         problem = misfits(stored[key], target, part)
         if problem:
@@ -259,11 +258,14 @@ def _other_tensors(
     problems: list[str] = []
     if missing:
         shown = [f"{name}{near(name, extra)}" for name in missing]
-        problems.append(in_line(f"{part}: not in the checkpoint", shown))
+        problems.append(in_line(f"{part}: missing from the checkpoint", shown))
         if any(source.is_fresh(name) for name in missing):
-            problems.append("fresh= keeps the values that are there: give them some first")
+            problems.append(
+                "fresh= keeps current values, but these tensors are on the meta device. Initialize "
+                "them first."
+            )
     if extra:
         shown = [f"{name}{near(name, missing)}" for name in extra]
-        text = in_line(f"{part}: in the checkpoint, and not in the model", shown)
-        problems.append(f"{text}: to leave them out, resume with drop={extra[:1]!r}")
+        text = in_line(f"{part}: in the checkpoint, but not in the model", shown)
+        problems.append(f"{text}. To ignore them, pass drop={extra[:1]!r}.")
     return problems

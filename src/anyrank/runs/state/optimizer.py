@@ -4,10 +4,11 @@ torch's own helpers run `step()` on an optimizer without state, which moves what
 by the learning rate, and drop what they do not know. Here absent state stays absent, state of any
 shape and type is kept, and hyperparameters belong to the parameters and not to a group's index.
 
-A tensor of the state is laid out like its parameter, is whole on each rank, or is each rank's own;
-beside a plain parameter, a DTensor has its own layout. State that an optimizer keeps in attributes
-is not in torch's `state_dict()`: it is named, and not saved. An optimizer with a `state_dict()` of
-its own is saved through that (`anyrank.runs.state.optimizer_own`).
+A tensor of the state has the layout of its parameter, is whole on each rank, or is different on
+each
+rank; next to a plain parameter, a DTensor has its own layout. State that an optimizer keeps in
+attributes is not in torch's `state_dict()`: it is reported, and not saved. An optimizer with its
+own `state_dict()` is saved through that (`anyrank.runs.state.optimizer_own`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module
 
 
 def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> PartState:
-    """Return what an optimizer contributes to a save. This rank's view; the ranks compare it.
+    """Return an optimizer's contribution to a save. This rank's view; the ranks compare it.
 
     Args:
         part: its name in the state.
@@ -69,7 +70,7 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
         rank: number of this process.
 
     Raises:
-        CheckpointError: no module of the state has a parameter, or state cannot be saved.
+        CheckpointError: a parameter belongs to no module of the state, or state cannot be saved.
     """
     parameters = _parameters(part, optimizer, names)
     if has_own_methods(optimizer):
@@ -117,8 +118,8 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"{part}: parameter {position} of group {number}, shape "
-                    f"{list(parameter.shape)}, belongs to no module of the state: pass its module "
-                    "to TrainState, and make the optimizer after the model is wrapped or sharded"
+                    f"{list(parameter.shape)}, belongs to no module of the state. Pass its module "
+                    "to TrainState, and make the optimizer after the model is wrapped or sharded."
                 )
             named[parameter] = names[id(parameter)].name
     return named
@@ -127,7 +128,7 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
 def _putter(
     saved: PartState, parameter: ShardedTensor | None, rank: int
 ) -> Callable[[str, torch.Tensor], Any]:
-    """Return a function that keeps tensors of the state, laid out by their parameter."""
+    """Return a function that keeps tensors of the state, with the layout of their parameter."""
 
     def put(where: str, tensor: torch.Tensor) -> Any:
         sharded = hold_to_save(where, tensor)
@@ -137,7 +138,7 @@ def _putter(
                 where, sharded.tensor, parameter.shape, layout, parameter.coordinate
             )
         # Beside a sharded parameter a plain tensor belongs to this rank's shard, unless the ranks
-        # find that theirs are equal; a number belongs to all.
+        # find that theirs are equal; a number belongs to every rank.
         if parameter is not None and sharded.layout is None and layout and sharded.tensor.ndim:
             sharded.name = own_name(where, rank)
             saved.own_tensors.append(sharded)
@@ -155,15 +156,16 @@ def _putter(
 
 
 def _may_be_whole(tensor: torch.Tensor, parameter: ShardedTensor) -> bool:
-    """Return whether ranks that hold equal tensors hold all of it. Shares of a state that has not
-    begun, such as zeros, are equal too.
+    """Return True if ranks with equal tensors may all hold the whole of it. Shards of an unused
+    state, such as zeros, are equal too.
     """
     has_shape_of_share = tuple(tensor.shape) == parameter.local_shape
     return not has_shape_of_share or not bool((tensor == tensor.reshape(-1)[:1]).all())
 
 
 def _is_part(where: str, sharded: ShardedTensor, parameter: ShardedTensor) -> bool:
-    """Return whether plain state belongs by element to a plain parameter that is a part."""
+    """Return True if plain state belongs, element by element, to a plain parameter that is a
+    shard."""
     is_plain = parameter.layout is not None and not parameter.is_dtensor
     same = sharded.layout is None and sharded.tensor.shape == parameter.tensor.shape
     return is_plain and same and not _is_count(where)
@@ -191,9 +193,10 @@ def match_optimizer(
         fresh = match_groups(part, optimizer, record, names, source, matched)
     absent = [name for name in record["state"] if name not in by_name]
     unknown = [name for name in absent if not source.is_dropped(name)]
-    if unknown and not matched.problems:  # a problem of the groups names these already
+    if unknown and not matched.problems:  # a problem of the groups already lists these
         shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
-        matched.problems += [in_line(f"{part}: has state for parameters it no longer has", shown)]
+        title = f"{part}: has state for parameters that it no longer holds"
+        matched.problems += [in_line(title, shown)]
     if record["class"] not in (name, UNKNOWN):
         matched.problems.append(other_class(part, name, record["class"]))
     if matched.problems:
@@ -216,24 +219,24 @@ def match_optimizer(
     matched.outcome = source.outcome_for(record["layout"], layout_digest(allocator.tensors))
     saved = dict.fromkeys(name for group in record["groups"] for name in group["params"])
     dropped = [name for name in saved if name not in by_name]
-    title = "fresh, as the checkpoint has none"
+    title = "starts empty, because the checkpoint has no state for it"
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
 
 
 def _has_same_groups(optimizer: Optimizer, record: Any, names: Names) -> bool:
-    """Return whether each group has the parameters that it had in the checkpoint."""
+    """Return True if each group has the parameters that it had in the checkpoint."""
     own_groups = [{names[id(p)].name for p in group["params"]} for group in optimizer.param_groups]
     return own_groups == [{*group["params"]} for group in record["groups"]]
 
 
 def _with_notes(matched: PartMatch, part: str, record: Any) -> PartMatch:
-    """Note the tensors that the saved optimizer kept in attributes."""
+    """Add a note on the tensors that the saved optimizer kept in attributes."""
     if unsaved := record.get("unsaved"):
         matched.notes.append(
-            f"{part}: {', '.join(unsaved)} held tensors that state_dict() leaves out: they "
-            "do not come back"
+            f"{part}: {', '.join(unsaved)} held tensors that state_dict() does not include, so "
+            "they are not restored"
         )
     return matched
 
@@ -245,18 +248,18 @@ def _put_state(
     extra: Mapping[Any, Any],
     options: Sequence[tuple[dict[str, Any], dict[Any, Any]]],
 ) -> None:
-    """Give an optimizer its state.
+    """Set the state of an optimizer.
 
     Args:
-        optimizer: optimizer that gets it.
+        optimizer: optimizer to fill.
         parameters: all of its parameters, by name.
         states: name of a parameter -> its state.
         extra: entries of its state that belong to no parameter.
-        options: its groups, each with the options that it gets.
+        options: its groups, each with its new options.
     """
 
     def fill() -> None:
-        # A parameter without state in the checkpoint had no step yet, and begins so again.
+        # A parameter without state in the checkpoint had no step yet, and starts so again.
         for parameter in parameters.values():
             optimizer.state.pop(parameter, None)
         for name, state in states.items():
@@ -267,8 +270,8 @@ def _put_state(
     for group, saved in options:
         for key, value in saved.items():
             if key in IMPLEMENTATION and key in group:
-                continue  # how it steps is this script's: another device may not have the other's
-            # In place, because a graph that was captured holds the tensor.
+                continue  # the script decides how it steps: a device may lack the other's kernel
+            # In place, because a captured graph holds the tensor.
             if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                 group[key].copy_(value)
             else:
@@ -284,11 +287,12 @@ _Placement = ModelTensor | tuple[Any, Sequence[Any]] | None
 
 
 class _StateAllocator:
-    """Allocates an optimizer's tensors, each laid out as the optimizer has it, or as it was saved.
+    """Allocates an optimizer's tensors in the optimizer's layout, or in the saved one.
 
     Args:
         source, matched, optimizer, rank: as for `match_optimizer`.
-        alike: names of tensors that all ranks held equal and whole, beside shares of parameters.
+        alike: names of tensors that were identical and whole on every rank, beside shards of
+            parameters.
 
     Attributes:
         tensors: tensors for which all ranks have memory.
@@ -315,7 +319,7 @@ class _StateAllocator:
         self.meshes: dict[torch.device, Any] = {}  # with an empty DTensor on each
 
     def taker(self, parameter: ModelTensor | None, where: str) -> Callable[[Any], torch.Tensor]:
-        """Return what allocates each tensor of one parameter's state, or of none's."""
+        """Return the function that allocates each tensor of a parameter's state, or of none's."""
         now: dict[str, torch.Tensor] = {}
         if parameter is not None and parameter.tensor in self.state:
             to_json(self.state[parameter.tensor], where, now.setdefault)
@@ -327,26 +331,26 @@ class _StateAllocator:
         parameter: ModelTensor | None,
         now: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Allocate one tensor; if it cannot be placed, that becomes a problem of the part."""
+        """Allocate one tensor; if it cannot be placed, add that to the part's problems."""
         ((kind, (where, layout)),) = entry.items()
         is_alike, by_rank = where in self.alike, kind == "~rank"
         is_own = by_rank and not is_alike
-        # The first rank writes what all had equal.
+        # The first rank has written what was identical on every rank.
         key = own_name(where, self.rank if is_own else 0) if by_rank else where
         stored = self.source.listing.tensors.get(key)
         same_layout = parameter is not None and str(parameter.layout) == layout
         try:
             if stored is None or (is_own and not (self.source.same_ranks and same_layout)):
                 raise _Unplaced(
-                    f"{where}: each of {self.source.ranks} ranks saved a tensor of its own beside "
-                    "its share of the parameter: only as many ranks with the same layout can go on "
-                    "with it; an optimizer that holds it as a DTensor (DTensor.from_local) goes on "
-                    "with any number"
+                    f"{where}: is not sharded like its parameter, and differed between the "
+                    f"{self.source.ranks} ranks that saved it, so it can be resumed only on the "
+                    "same number of ranks with the same layout. An optimizer that stores it as a "
+                    "DTensor (DTensor.from_local) can be resumed on any number."
                 )
             device, current = self._device(where, parameter), now.get(where)
             placement: _Placement = None
             if is_dtensor(current) and current.shape == stored.shape and not is_own:
-                placement = current, current.placements  # as the optimizer has laid it out
+                placement = current, current.placements  # the optimizer's own layout
             elif parameter is not None and parameter.layout is None:
                 placement = self._as_saved(where, layout, device) if kind == "~laid" else None
             elif (
@@ -376,8 +380,9 @@ class _StateAllocator:
         parsed = re.fullmatch(r"(R|S(\d+)) on (\d+)", layout)
         if parsed is None or int(parsed[3]) != self.source.ranks:
             raise _Unplaced(
-                f"{where}: was a DTensor laid out as {layout}, and its parameter is plain, so only "
-                "the optimizer knows its mesh: let the optimizer make its state before the resume"
+                f"{where}: was saved as a DTensor ({layout}), but its parameter is not sharded, so "
+                "its mesh is unknown. Create the optimizer's state first (one optimizer step), "
+                "then resume."
             )
         if device not in self.meshes:
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -411,7 +416,7 @@ def _by_parameter(
     """Return the placement of a tensor whose parameter is sharded.
 
     Raises:
-        _Unplaced: the tensor does not say which part belongs to which rank.
+        _Unplaced: the tensor does not show which part belongs to which rank.
     """
     tensor = parameter.tensor
     as_parameter: _Placement = (tensor, tensor.placements) if is_dtensor(tensor) else parameter
@@ -427,15 +432,15 @@ def _by_parameter(
         return None
     if _is_count(where) or (shape != parameter.shape and torch.Size(shape).numel() == 1):
         return None
-    # Adafactor's sums of rows have size 1 where the parameter has columns: they are cut as it is.
+    # Adafactor's row sums have size 1 where the parameter has columns: they are split like it.
     pairs = zip(shape, parameter.shape, strict=False)
     factored = len(shape) == len(parameter.shape) and all(a in (1, b) for a, b in pairs)
     if factored if is_dtensor(tensor) else shape == parameter.shape:
         return as_parameter
     raise _Unplaced(
-        f"{where}: has shape {list(shape)}, its parameter {list(parameter.shape)} is sharded now: "
-        "it does not say which part belongs to which rank: let the optimizer make its state before "
-        "the resume, which says it"
+        f"{where}: has shape {list(shape)}, but its parameter {list(parameter.shape)} is sharded "
+        "now, so the part of each rank is unknown. Create the optimizer's state first (one "
+        "optimizer step), then resume."
     )
 
 
@@ -446,7 +451,7 @@ def _hold(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ShardedTensor:
-    """Allocate a tensor, laid out as `placement` says."""
+    """Allocate a tensor in the layout of `placement`."""
     if placement is None:
         return as_sharded(key, torch.empty(shape, dtype=dtype, device=device))
     if isinstance(placement, ModelTensor):

@@ -1,7 +1,7 @@
-"""An optimizer whose groups are not those of the checkpoint, and the schedules that go by them.
+"""An optimizer whose groups are not those of the checkpoint, and the schedulers that use them.
 
-Parameters are new, gone, or in other groups. Hyperparameters belong to the parameters, and not to
-the number of a group.
+Parameters are new, removed, or in different groups. Hyperparameters belong to the parameters, and
+not to the number of a group.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def match_groups(
     source: PartSource,
     matched: PartMatch,
 ) -> list[str]:
-    """Find for each group of an optimizer the saved group whose hyperparameters it takes. A group
-    of only fresh parameters keeps its own. Add groups and problems to `matched`.
+    """Find for each group of an optimizer the saved group whose hyperparameters it takes; add
+    groups and problems to `matched`. A group of only fresh parameters keeps its own.
 
     Args:
         part, optimizer, record, source, names: as for `match_optimizer`.
         matched: match of the part.
 
     Returns:
-        The parameters that start fresh.
+        The parameters whose state is reset.
     """
     home = {name: n for n, group in enumerate(record["groups"]) for name in group["params"]}
     chosen: list[int | None] = []
@@ -51,14 +51,14 @@ def match_groups(
         unasked = [name for name in new if not source.is_fresh(name)]
         if unasked:
             matched.problems.append(
-                in_line(f"{part}: parameters that the checkpoint's had not", unasked)
-                + f": if they are new, resume with fresh={unasked[:1]!r}, or a pattern"
+                in_line(f"{part}: parameters that are new since the checkpoint", unasked)
+                + f". If that is intended, pass fresh={unasked[:1]!r}, or a pattern."
             )
             continue
         fresh += new
         sources = sorted({home[name] for name in members if name in home})
         if not sources:
-            # A group without parameters goes by its number, because it has nothing else.
+            # A group without parameters is matched by its number, because it has nothing else.
             alone = bool(members) or number >= len(record["groups"])
             chosen.append(None if alone else number)
             continue
@@ -69,18 +69,20 @@ def match_groups(
                 matched.problems.append(
                     f"{part}: group {number} joins parameters of groups {sources[0]} and {other} "
                     f"of the checkpoint, whose hyperparameters differ ("
-                    f"{differences(first, options)}): group them as they were, or resume with "
-                    'settings="script", which uses those of this script'
+                    f"{differences(first, options)}). Group them as they were, or pass "
+                    'settings="script" to use those of this script.'
                 )
-        # A group with its own number keeps its place, by which schedules count.
+        # A group with its own number keeps its position, by which schedulers count.
         chosen.append(number if number in sources else sources[0])
     absent = [name for name in home if name not in seen and not source.is_dropped(name)]
     if absent:
         matched.problems.append(
-            in_line(f"{part}: parameters of the checkpoint's that it no longer has", absent)
-            + ": if the run has added their group between two steps, add it before the resume; "
-            f"if they are frozen now, or gone, resume with drop={absent[:1]!r}, or a pattern; "
-            f"skip=[{part!r}] leaves the optimizer as it is, without the moments of the others"
+            in_line(
+                f"{part}: parameters of the checkpoint that the optimizer no longer holds", absent
+            )
+            + ". If they belong to a group that the run added later (add_param_group), add it "
+            f"before resume(). If they were frozen or removed, pass drop={absent[:1]!r}, or a "
+            f"pattern. skip=[{part!r}] leaves the whole optimizer unrestored."
         )
     matched.groups = chosen
     matched.is_regrouped = _are_regrouped(chosen, len(record["groups"]))
@@ -88,13 +90,13 @@ def match_groups(
 
 
 def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
-    """Return whether the groups are other than the checkpoint's in order and then new ones."""
+    """Return True if the groups are not the checkpoint's in order, followed by new ones."""
     return [*groups[:count]] != [*range(count)] or any(n is not None for n in groups[count:])
 
 
 def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
-    """Arrange a scheduler's state for the groups that its optimizer has now: each continues with
-    what its saved group had, and a new one starts as it is.
+    """Arrange a scheduler's state for its optimizer's current groups: each continues with the
+    values of its saved group, and a new one keeps its current values.
     """
     if not isinstance(tree, dict) or not isinstance(current, dict):
         return tree
@@ -115,18 +117,18 @@ def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
 
 
 def check_schedulers(parts: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> None:
-    """Refuse other libraries' schedulers if the optimizer's groups are in another order.
+    """Add a problem for other libraries' schedulers if the optimizer's groups are reordered.
 
     Args:
         parts: parts of a state, by name.
-        matched: matches of the parts; gets the problems.
+        matched: matches of the parts, to which the problems are added.
     """
     regrouped = {id(parts[name]): name for name, part in matched.items() if part.is_regrouped}
     for name, part in matched.items():
         optimizer = regrouped.get(id(getattr(parts[name], "optimizer", None)))
         if optimizer is not None and not isinstance(parts[name], LRScheduler):
             part.problems.append(
-                f"{name}: goes by the order of {optimizer}'s groups, which are not those of the "
-                f"checkpoint: make them in the same order, or leave {name} as it is with "
-                f"skip=[{name!r}]"
+                f"{name}: depends on the order of {optimizer}'s groups, which is not that of the "
+                f"checkpoint. Make them in the same order, or leave {name} unchanged with "
+                f"skip=[{name!r}]."
             )

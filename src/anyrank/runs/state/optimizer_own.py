@@ -1,6 +1,6 @@
-"""Optimizers with methods of their own, as parts of the state: these methods save and fill them.
+"""Optimizers with their own methods, as parts of the state: these methods save and fill them.
 
-Wrappers and sharded optimizers have slow weights, inner optimizers or partitions beside torch's
+Wrappers and sharded optimizers have slow weights, inner optimizers or partitions besides torch's
 state, which only their methods know.
 """
 
@@ -31,7 +31,7 @@ NESTED = 6  # levels of containers that are searched
 
 
 def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
-    """Return what such an optimizer contributes to a save: its state_dict(). This rank's view.
+    """Return the contribution of such an optimizer to a save: its state_dict(). This rank's view.
 
     Raises:
         CheckpointError: it has no state_dict() for this rank, or one with sharded tensors.
@@ -41,14 +41,14 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
         saved = save_stateful(part, optimizer, rank)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{part}: a {name} has no state_dict() on this rank ({error}): it cannot be saved; use "
-            "a torch optimizer, with fully_shard (FSDP2) where its state is to be sharded"
+            f"{part}: a {name} cannot be saved, because it has no state_dict() on this rank "
+            f"({error}). Use a torch optimizer, with fully_shard (FSDP2) to shard its state."
         ) from error
     if saved.tensors:
         raise CheckpointError(
-            f"{part}: a {name} keeps more than torch's state, and its state_dict() has sharded "
-            f"tensors ({saved.tensors[0].name}), which it alone could lay out: it cannot be saved; "
-            "use a torch optimizer with sharded parameters"
+            f"{part}: a {name} cannot be saved: its custom state_dict() contains sharded tensors "
+            f"({saved.tensors[0].name}), whose layout only {name} knows. Use a torch optimizer "
+            "with sharded parameters."
         )
     saved.record["kind"] = "optimizer"
     saved.record["opaque"] = True
@@ -59,10 +59,10 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
 def match_own_methods(
     part: str, optimizer: Optimizer, record: Any, source: PartSource, rank: int
 ) -> PartMatch:
-    """Plan how to fill such an optimizer: by its load_state_dict(). Changes nothing.
+    """Plan how to fill such an optimizer by its load_state_dict(). Changes nothing.
 
-    The outcome is "derived" if its state_dict() then has other values than it was given, such as
-    those of an inner optimizer that the call leaves out.
+    The outcome is "derived" if its state_dict() then has different values than were loaded, such as
+    those of an inner optimizer that the call does not restore.
     """
     matched = match_stateful(part, optimizer, record, source, rank)
     load = matched.commit
@@ -73,7 +73,7 @@ def match_own_methods(
         filled = {fill.target.name: fill.local for fill in matched.fills}
         lost = [key for key, value in filled.items() if not _is_same(now.get(key), value)]
         if lost:
-            call = f"load_state_dict() of a {type(optimizer).__name__} did not bring back"
+            call = f"load_state_dict() of a {type(optimizer).__name__} did not restore"
             matched.outcome = Outcome("derived", in_line(call, lost))
 
     matched.commit = commit
@@ -87,19 +87,19 @@ def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 def has_own_methods(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer overrides `state_dict()`, or has hooks on its saves or loads."""
+    """Return True if an optimizer overrides `state_dict()`, or has hooks on its saves or loads."""
     return overrides(optimizer, "state_dict") or any(getattr(optimizer, n, None) for n in HOOKS)
 
 
 def overrides(optimizer: Optimizer, method: str) -> bool:
-    """Return whether a method of an optimizer is not torch's own."""
+    """Return True if a method of an optimizer is not torch's own."""
     is_inherited = getattr(type(optimizer), method) is getattr(Optimizer, method)
     return not is_inherited or method in vars(optimizer)
 
 
 def attribute_tensors(optimizer: Optimizer, saved: Sequence[torch.Tensor]) -> list[str]:
-    """Name an optimizer's attributes that hold tensors, or optimizers with state, that are neither
-    among the saved ones nor copies of them: a resume does not bring them back.
+    """Return the optimizer's attributes that hold tensors, or optimizers with state, that are
+    neither saved nor copies of saved ones: a resume does not restore them.
     """
     known = {_memory_of(tensor) for tensor in saved}
     known |= {_memory_of(param) for group in optimizer.param_groups for param in group["params"]}

@@ -1,4 +1,4 @@
-"""The types of a training state's parts: what a save takes from each, and what a resume fills."""
+"""The types of a training state's parts: what a save reads from each, and what a resume fills."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class PartState:
 
     Attributes:
         record: JSON; `agreement` says how it may differ between the ranks.
-        tensors: tensors that the ranks hold together; the same list on all of them.
-        own_tensors: plain tensors that are saved with this rank's record, or once if all ranks have
-            the same; their names end with the rank.
-        beside_shards: those of `own_tensors` that all ranks may hold equal, by name without rank:
-            an optimizer's, if nothing shows that they are shares of a parameter's.
+        tensors: tensors that the ranks hold together; the same list on every rank.
+        own_tensors: plain tensors that are saved with this rank's record, or once if they are the
+            same on every rank; their names end with the rank.
+        beside_shards: those of `own_tensors` that may be identical on every rank, by name without
+            rank: an optimizer's, if nothing shows that they are shards of a parameter's.
         aliases: other name -> name, of tied tensors.
-        may_differ: names of tensors that nothing keeps equal on the ranks (buffers, an average that
-            one rank keeps); the first rank's are saved.
-        agreement: of the record: "equal" on all ranks, the "first" rank's if others may differ, or
+        may_differ: names of tensors that nothing keeps the same on every rank (buffers, an average
+            that one rank keeps); the first rank's are saved.
+        agreement: of the record: "equal" on every rank, the "first" rank's if others may differ, or
             kept "per rank" if it differs.
         unsaved: names of attributes of an optimizer that hold tensors and are in no record.
     """
@@ -52,7 +52,7 @@ class PartState:
 
 
 def shared_tensors(parts: Mapping[str, PartState]) -> list[ShardedTensor]:
-    """List the tensors that the ranks hold together, in the same order on all of them."""
+    """List the tensors that the ranks hold together, in the same order on every rank."""
     return [tensor for saved in parts.values() for tensor in saved.tensors]
 
 
@@ -62,13 +62,12 @@ class PartMatch:
 
     Attributes:
         outcome: exact, resharded or another outcome, with the reason.
-        fills: memory to fill, the same list on all ranks.
-        load: fills a module on its own; called by all ranks together, returns the bytes that this
-            rank read.
+        fills: memory to fill, the same list on every rank.
+        load: fills a module by itself and returns the bytes that this rank read. Collective.
         commit: puts everything else in place when the memory is filled.
-        problems: everything that does not fit; nothing is changed while any part has one.
+        problems: all mismatches; nothing is changed while any part has one.
         notes: sentences for the report.
-        warnings: those notes that people have to know.
+        warnings: those notes that users must know.
         is_regrouped: whether an optimizer's groups are not, in order, those of the checkpoint.
         groups: for each group of an optimizer, the saved group whose options it takes, if they are
             not the checkpoint's groups.
@@ -94,12 +93,12 @@ class PartSource:
     Attributes:
         listing: listing of its tensors.
         ranks: number of ranks that saved it.
-        same_ranks: whether as many ranks resume it.
-        fresh: patterns of names of parameters that the step need not have.
-        drop: patterns of names of parameters that the state need not have.
-        casts: whether floating state takes its parameter's dtype, as torch does it.
-        joins: whether an optimizer's group may have parameters of several that differ, because its
-            hyperparameters are the script's.
+        same_ranks: whether the same number of ranks resumes it.
+        fresh: patterns of names of parameters that may be missing from the step.
+        drop: patterns of names of parameters that may be missing from the state.
+        casts: whether floating-point state is cast to its parameter's dtype, as torch does.
+        joins: whether an optimizer's group may join parameters of different saved groups, because
+            its hyperparameters are the script's.
     """
 
     listing: Listing
@@ -111,19 +110,19 @@ class PartSource:
     joins: bool = False
 
     def is_fresh(self, name: str) -> bool:
-        """Return whether a parameter that the step lacks starts anew, by its name or its end."""
+        """Return True if a parameter that the step lacks is allowed, by its name or its end."""
         return _matches(name, self.fresh)
 
     def is_dropped(self, name: str) -> bool:
-        """Return whether the step's state of a parameter may be dropped, by its name or its end."""
+        """Return True if the step's state of a parameter may be dropped, by its name or its end."""
         return _matches(name, self.drop)
 
     def outcome_for(self, saved_layout: str, layout: str) -> Outcome:
-        """Return exact if ranks and layout are those of the save, otherwise resharded."""
+        """Return "exact" if ranks and layout are those of the save, otherwise "resharded"."""
         if self.same_ranks and saved_layout == layout:
             return Outcome("exact")
         if self.same_ranks:
-            return Outcome("resharded", "laid out otherwise")
+            return Outcome("resharded", "the layout changed")
         return Outcome("resharded", f"saved on {count(self.ranks, 'rank')}")
 
 
@@ -136,17 +135,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def other_names(fresh_title: str, fresh: Sequence[str], dropped: Sequence[str]) -> Outcome | None:
     """Return the outcome of a part with other names than the checkpoint; None for the same."""
     texts = [in_line(fresh_title, fresh)] if fresh else []
-    texts += [in_line("dropped, as drop= asks", dropped)] if dropped else []
+    texts += [in_line("dropped by drop=", dropped)] if dropped else []
     return Outcome("derived", "; ".join(texts)) if texts else None
 
 
 def own_name(where: str, index: int) -> str:
-    """Name a plain tensor by the index of the rank that writes it."""
+    """Return the name of a plain tensor with the index of the rank that writes it."""
     return f"{where}@{index:05d}"
 
 
 def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
-    """Hold a tensor for a save, as this rank has it; values of a conj or neg view are copied.
+    """Return a tensor in the form for a save; values of a conj or neg view are copied.
 
     Raises:
         CheckpointError: a checkpoint cannot hold the bytes of such a tensor.
@@ -161,7 +160,7 @@ def hold_to_save(name: str, tensor: torch.Tensor) -> ShardedTensor:
 
 
 def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose elements do not lie in strided memory.
+    """Check that a tensor's elements are in strided memory.
 
     Raises:
         CheckpointError: it is nested, sparse, quantized, on meta, or of a class that computes its
@@ -175,7 +174,7 @@ def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
 
 
 def _kind(tensor: Any) -> str:
-    """Name the class of a tensor, and that of a DTensor's part."""
+    """Return the name of a tensor's class; for a DTensor also the class of its local tensor."""
     name = type(tensor).__name__
     if not hasattr(tensor, "placements"):
         return name
@@ -184,42 +183,45 @@ def _kind(tensor: Any) -> str:
 
 def _cannot_be_saved(name: str, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"{name}: a {kind} cannot be saved: a checkpoint holds plain tensors, and sharded or "
-        "replicated DTensors; keep this value in one of these"
+        f"{name}: a {kind} cannot be saved. A checkpoint holds plain tensors, and sharded or "
+        "replicated DTensors; store this value in one of these."
     )
 
 
 def layout_digest(tensors: Sequence[ShardedTensor]) -> str:
-    """Hash the layout of tensors on the ranks."""
+    """Return a hash of the layout of tensors on the ranks."""
     rows = [(sharded.name, str(sharded.layout)) for sharded in tensors]
     return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
 
 
 def misfits(stored: StoredTensor, target: ShardedTensor, part: str = "") -> str | None:
-    """Why a stored tensor cannot fill this one, or None."""
+    """Return the reason why a stored tensor cannot fill this one, or None."""
     if stored.shape != target.shape:
         return (
-            f"{target.name}: has shape {list(target.shape)}, the checkpoint {list(stored.shape)}: "
-            "build it as the run had it" + _leaving_out(part)
+            f"{target.name}: has shape {list(target.shape)}, but {list(stored.shape)} in the "
+            "checkpoint. Build it with the configuration of the run" + _leaving_out(part)
         )
     if stored.dtype != target.dtype:
         return (
-            f"{target.name}: is {target.dtype}, the checkpoint has {stored.dtype}: resume changes "
-            "no dtype; make it as it was, or anyrank.load() the weights alone" + _leaving_out(part)
+            f"{target.name}: is {target.dtype}, but {stored.dtype} in the checkpoint, and a resume "
+            "does not cast. Use the dtype of the checkpoint, or load only the weights with "
+            "anyrank.load()" + _leaving_out(part)
         )
     return None
 
 
 def _leaving_out(part: str) -> str:
-    """The option to continue without a part; the model has none, because a run is its weights."""
-    return f", or leave {part} as it is with skip=[{part!r}]" if part not in ("", "model") else ""
+    """Return the option to continue without a part; the model has none, because it is the run."""
+    return (
+        f", or leave {part} unchanged with skip=[{part!r}]." if part not in ("", "model") else "."
+    )
 
 
 def other_class(part: str, name: str, saved: str) -> str:
-    """Describe the problem of an object of another class than the checkpoint's."""
+    """Describe the problem of an object whose class differs from the checkpoint's."""
     return (
-        f"{part}: is a {name}, the checkpoint's a {saved}: resume with the {saved} that the run "
-        f"was saved with, or leave the {name} as it is with skip=[{part!r}]"
+        f"{part}: is a {name}, but the checkpoint was saved with a {saved}. Use a {saved}, or "
+        f"leave the {name} unchanged with skip=[{part!r}]."
     )
 
 
@@ -229,7 +231,7 @@ def in_line(title: str, names: Sequence[str]) -> str:
 
 
 def differences(record: Any, other: Any, where: str = "") -> str:
-    """Find the first place where two JSON values differ."""
+    """Return the first place where two JSON values differ."""
     if isinstance(record, Mapping) and isinstance(other, Mapping):
         for key in sorted({*record, *other}):  # pyright: ignore[reportUnknownVariableType]
             if record.get(key) != other.get(key):

@@ -10,17 +10,17 @@ from typing import Any, cast
 import torch
 
 ABSENT = object()  # stands for a value that is not plain
-MOST = 256  # values of one setting; a longer list is data of the run, and not a setting
+MOST = 256  # maximum number of values of a setting; a longer list is data of the run
 
 
 def as_json(initial: Any) -> Any:
-    """Return settings as a manifest gives them back: values that are not plain are left out."""
+    """Return settings as they come back from a manifest: values that are not plain are omitted."""
     value = plain(initial)
     return value if value is not ABSENT else {}
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON; ABSENT for one that has no such form, and for long lists."""
+    """Return a value as JSON; ABSENT if it has no such form, or is a long list."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not value.is_meta
         return plain(value.item()) if is_number else ABSENT

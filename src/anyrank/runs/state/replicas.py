@@ -1,9 +1,9 @@
-"""Compare by digest, before a save writes anything, what several ranks should hold equal.
+"""Compare by digest, before a save writes anything, what several ranks should hold equally.
 
-A save takes each element from one rank. If replicas differ, the run has no single value: for what
-is trained that is an error, for anything else the first rank's value is saved. Each save compares a
-ninth of every tensor, in turns, so that nine saves have compared all; a run may ask for more
-comparisons between its saves, of everything.
+A save takes each element from one rank. If replicas differ, the run has no single value: for
+trained tensors that is an error, for anything else the first rank's value is saved. Each save
+compares one ninth of every tensor, in turns, so that nine saves have compared all; a run may ask
+for full comparisons between its saves.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from anyrank.tensors.sharded_tensor import Members, ShardedTensor
 from anyrank.tensors.spread import Spread
 from anyrank.wording import first_few
 from anyrank.world.alike import RanksByText, join_digests
+from anyrank.world.first_ranks import name_ranks
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.state")
@@ -44,12 +45,12 @@ def find_differing_replicas(
     step: int,
     ranks: Ranks,
 ) -> list[str]:
-    """Find the names of tensors that differ and may; the first rank's are saved. All ranks.
+    """Find the names of tensors that differ and may; the first rank's are saved. Collective.
 
     Args:
         parts: parts of the state.
-        spreads: how each of their tensors lies on the ranks.
-        turn: how many saves were before, equal on all ranks.
+        spreads: layout of each of their tensors on the ranks.
+        turn: number of saves so far, the same on every rank.
         step: step that is saved, for the error.
         ranks: ranks that save together.
 
@@ -66,9 +67,9 @@ def find_differing_replicas(
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
         raise CheckpointError(
-            _describe(f"step {step}: nothing was saved, as", wrong, parts, others)
-            + "\na ninth of each tensor was compared, so the rest may differ on other ranks: "
-            "Checkpoints(replicas_every=1) compares all, and names the first step"
+            _describe(f"step {step} was not saved, because replicas differ:", wrong, parts, others)
+            + "\nOnly one ninth of each tensor is compared per save; other differences may exist. "
+            "Checkpoints(replicas_every=1) compares everything, and reports the first step."
         )
     if ranks.index == 0:
         log.warning(
@@ -82,18 +83,18 @@ def find_differing_replicas(
 def find_alike(
     parts: Mapping[str, PartState], known: Mapping[str, Collection[str]], ranks: Ranks
 ) -> dict[str, list[str]]:
-    """Find the optimizer state that all ranks hold equal beside shares of parameters, by part.
+    """Find the unsharded optimizer state that is identical on every rank, by part. Collective.
 
-    It is, say, a preconditioner that each computes from whole gradients. Any number of ranks can
-    resume it.
+    An example is a preconditioner that each rank computes from whole gradients. Any number of ranks
+    can resume it.
 
-    Whole values are compared in each save, because a save by the first rank alone would lose any
-    others that differ. All ranks.
+    Whole values are compared in each save, because a save by only the first rank would lose any
+    that differ.
 
     Args:
-        parts: parts of the state, with records that are equal on the ranks.
-        known: names that were equal when this run was sharded, by part; a whole parameter's state
-            does not show it.
+        parts: parts of the state, with records that are the same on every rank.
+        known: names that were identical when this run was sharded, by part; the state of an
+            unsharded parameter does not show it.
         ranks: ranks that save together.
     """
     alike = {
@@ -102,7 +103,7 @@ def find_alike(
         if part in parts
     }
     beside = {part: saved for part, saved in parts.items() if saved.agreement == "equal"}
-    if any(saved.own_tensors for saved in beside.values()):  # on all ranks, as records are equal
+    if any(saved.own_tensors for saved in beside.values()):  # the same on every rank, like records
         named = [
             (replace(tensor, name=name), ranks.ranks)
             for saved in beside.values()
@@ -123,10 +124,10 @@ def _digests_with_shapes(tensors: Iterable[ShardedTensor]) -> list[str]:
 
 
 def check_replicas(state: TrainState, ranks: Ranks) -> None:
-    """Compare all of the model and the optimizers, and save nothing. All ranks.
+    """Compare all of the model and the optimizers, without a save. Collective.
 
     Raises:
-        CheckpointError: a tensor differs that must not; the error names it, the ranks and the step.
+        CheckpointError: trained tensors differ; the error names one, the ranks and the step.
     """
 
     def list_own() -> tuple[dict[str, PartState], Inventory]:
@@ -143,23 +144,24 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     differing = _differing_tensors(
         [r for r in replicas if r[0].name not in may_differ], None, ranks
     )
-    if differing:  # the same on all ranks, so that all of them gather once more
+    if differing:  # the same on every rank, so that all of them gather once more
         others = _differing_tensors([r for r in replicas if r[0].name in may_differ], None, ranks)
-        raise CheckpointError(_describe(f"step {state.step}:", differing, parts, sorted(others)))
+        head = f"step {state.step}: replicas differ:"
+        raise CheckpointError(_describe(head, differing, parts, sorted(others)))
 
 
 def _differing_tensors(
     tensors: Iterable[tuple[ShardedTensor, Members]], turn: int | None, ranks: Ranks
 ) -> dict[str, RanksByText]:
-    """Find the tensors that differ, by name: in the ninth of `turn`, or in all. All ranks."""
+    """Find the tensors that differ, by name: in the ninth of `turn`, or in all. Collective."""
 
     def digest_all(own_tensors: Iterable[ShardedTensor]) -> list[str]:
-        return digests_of((t.name, _ninth(t.local(), turn)) for t in own_tensors)
+        return digests_of((t.name, _compared_part(t.local(), turn)) for t in own_tensors)
 
     return differing_replicas(tensors, ranks, digest_all)
 
 
-def _ninth(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
+def _compared_part(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
     """Return the ninth of a tensor whose turn it is; all of it if it is small or without a turn."""
     if turn is None or tensor.numel() < TURNS:
         return tensor
@@ -177,13 +179,13 @@ def _describe(
     """Describe the differences and their cause: replicas diverged, or an optimizer is sharded.
 
     Args:
-        head: what was not done because of it, or at which step.
+        head: the first line.
         wrong: name of each tensor that must not differ -> its digests, and their ranks.
         parts: parts of the state.
-        others: names of tensors that differ too, and may.
+        others: names of tensors that differ too, which is allowed.
     """
     texts = [
-        f"{name}: " + " unlike ".join(f"ranks {some.listed}" for some in by_text.values())
+        f"{name}: " + " vs. ".join(name_ranks(some) for some in by_text.values())
         for name, by_text in wrong.items()
     ]
     optimizers = [
@@ -196,24 +198,28 @@ def _describe(
     each_its_own = all(some.count == 1 for by_text in wrong.values() for some in by_text.values())
     if each_its_own and wrong.keys() <= of_optimizers:
         reason = (
-            f"the weights agree, so {optimizers[0]} is sharded: each rank keeps the state of its "
-            "own share in plain tensors. Hold them as DTensors, which say what each rank has, or "
-            "give the optimizer a state_dict() and load_state_dict() of its own; if it is not "
-            "sharded, its ranks have diverged: resume the last step"
+            f"The weights are the same, so {optimizers[0]} probably is a sharded optimizer that "
+            "keeps per-rank state in plain tensors. Store it as DTensors, which record the shard "
+            "of each rank, or implement state_dict() and load_state_dict() in the optimizer. If "
+            "it is not sharded, its ranks have diverged; resume the last checkpoint."
         )
     else:
         reason = (
-            "the replicas have diverged (a forward around the wrapper; parameters that are "
-            "unfrozen behind DDP's back, or of a module that microbatches() did not get, as a "
-            "loss: give it nn.ModuleList([model, loss]); an update on one rank alone, or from a "
-            "rank's own values: a buffer, its data, its random numbers): make them alike, or "
-            "resume the last step; hold parts of a whole as DTensors (DTensor.from_local)"
+            "The replicas have diverged. Likely causes:\n"
+            "- the forward bypassed the wrapper (model.module(...))\n"
+            "- a parameter was unfrozen after DDP was built\n"
+            "- microbatches() was not given a trained module, such as a loss "
+            "(pass nn.ModuleList([model, loss]))\n"
+            "- an update on only one rank, or with per-rank values: a buffer, data, random "
+            "numbers\n"
+            "Fix: resume the last checkpoint. If the tensors are shards of one tensor, store them "
+            "as DTensors (DTensor.from_local)."
         )
         if others:
             names = ", ".join(others[:SHOWN])
-            reason += f"\nthese differ too, which they may, unless an update reads them: {names}"
+            reason += f"\nThese tensors may differ, and do: {names}"
     lines = [
-        f"{head} ranks hold different values of what they should hold alike:",
+        head,
         *(f"  {line}" for line in first_few(texts, SHOWN)),
         reason,
     ]

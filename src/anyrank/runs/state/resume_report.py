@@ -1,4 +1,4 @@
-"""The report of what a resume restored, part by part: equal on all ranks, one screen long."""
+"""The report of what a resume restored, part by part: the same on every rank, one screen long."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SavedOn:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """The report of a resume. Equal on all ranks.
+    """The report of a resume. The same on every rank.
 
     Attributes:
         step: completed optimizer steps of the checkpoint.
@@ -50,15 +50,15 @@ class ResumeReport:
         path: path of the checkpoint.
         saved_on: ranks and layout of the save.
         ranks: number of ranks that resumed it.
-        lost_steps: steps that damaged, newer checkpoints had; 0 if the newest was good.
-        lost_samples: the samples of these steps; 0 if a damaged manifest hides the count.
-        set_aside: new names of the damaged ones; nothing is deleted.
-        redone_steps: at most so many steps after this one were done before, and are done again, by
-            the run's log, which has every tenth step; 0 if there is no log.
+        lost_steps: steps lost because newer checkpoints were corrupt; 0 if the newest was good.
+        lost_samples: the samples of these steps; 0 if a corrupt manifest hides the count.
+        set_aside: new names of the corrupt checkpoints; nothing is deleted.
+        redone_steps: upper bound on the steps after this one that had been done and will be
+            repeated, by the run's log, which has every tenth step; 0 if there is no log.
         components: part of the state -> its outcome, with `.reason`.
-        notes: further sentences worth knowing.
+        notes: further sentences about the resume.
         verified: what was compared before anything was changed, in words.
-        bytes_read: bytes read by this process's group, one entry per rank.
+        bytes_read: bytes read, one entry per rank.
         seconds: duration on the slowest rank.
 
     Example::
@@ -102,9 +102,9 @@ class ResumeReport:
             f"step {self.step}, epoch {self.epoch}, {count(self.samples, 'sample')}; "
             f"saved on {saved_on}, now {self.ranks}"
         )
-        losses = [f"{count(self.lost_steps, 'step')} lost, damaged"] if self.set_aside else []
+        losses = [f"{count(self.lost_steps, 'step')} lost (corrupt)"] if self.set_aside else []
         if self.redone_steps:
-            losses.append(f"up to {count(self.redone_steps, 'step')} since then done again")
+            losses.append(f"up to {count(self.redone_steps, 'later step')} will be repeated")
         changed = [
             f"{name} {outcome}"
             for name, outcome in self.components.items()
@@ -124,11 +124,11 @@ class ResumeReport:
         if self.set_aside:
             lines.append(
                 f"  LOST         {count(self.lost_steps, 'step')}, "
-                f"{count(self.lost_samples, 'sample')}: damaged, "
-                f"set aside as {', '.join(self.set_aside)}"
+                f"{count(self.lost_samples, 'sample')}: corrupt, renamed to "
+                f"{', '.join(self.set_aside)}"
             )
         if self.redone_steps:
-            lines.append(f"  done again   up to {count(self.redone_steps, 'step')} since that save")
+            lines.append(f"  repeated     up to {count(self.redone_steps, 'step')} after that save")
         lines += [
             f"  {name:<12} {_outcome_text(outcome)}" for name, outcome in self.components.items()
         ]

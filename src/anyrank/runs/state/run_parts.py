@@ -42,12 +42,12 @@ class RunParts:
         parts: name -> module, optimizer or stateful object, without Accelerate's wrappers.
         seed: seed of the run.
         generators: generators of the run, by name.
-        first_rank: names of the parts of which the first rank's state is saved for all.
+        first_rank: names of the parts whose state on the first rank is saved for all.
         base: the model's frozen base, which is not written; None to write all of the model.
         settings: settings of the parts, as the script made them.
         warned: optimizers for which the log already says that attributes are not saved, or that
             tensors are saved by rank.
-        alike: optimizer -> its state that all ranks hold equal beside shares of parameters.
+        alike: optimizer -> its unsharded state that is identical on every rank.
         unusable: why the values belong to no step, or None.
         saves: number of saves of the state in this process whose replicas were compared.
         samples_before: samples of the run that none of its ElasticLoaders counts, because they came
@@ -66,25 +66,27 @@ class RunParts:
         self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
         for name, part in self.parts.items():
             if name in RESERVED or not name.isidentifier():
-                raise ValueError(f"{name!r} cannot be the name of a part: choose another")
+                raise ValueError(f"{name!r} cannot be the name of a part. Choose another name.")
             if not isinstance(part, (nn.Module, Optimizer, Stateful)):
                 hint = "; anyrank.ElasticLoader has both" if name == "data" else ""
                 raise TypeError(
-                    f"{name}= takes a module, an optimizer, or an object with "
-                    f"state_dict() and load_state_dict(), not a {type(part).__name__}{hint}"
+                    f"{name}=: expected a module, an optimizer, or an object with state_dict() and "
+                    f"load_state_dict(), got {type(part).__name__}{hint}"
                 )
         check_names("first_rank", first_rank)
         for name in first_rank:
             part = self.parts.get(name)
             if part is None or isinstance(part, (nn.Module, Optimizer)):
                 raise ValueError(
-                    f"first_rank names {name!r}, which is not a stateful part: the parts are "
-                    f"{', '.join(self.parts)}, and modules and optimizers are equal on all ranks"
+                    f"first_rank contains {name!r}, which is not a stateful part. The parts are "
+                    f"{', '.join(self.parts)}; modules and optimizers are the same on every rank."
                 )
         self.first_rank = frozenset(first_rank)
         self.base = None if base is None else Base(base)
         if base is not None and not isinstance(self.parts.get("model"), nn.Module):
-            raise ValueError("base= is where a model's frozen parameters come from: give model=")
+            raise ValueError(
+                "base= is the source of a model's frozen parameters. Pass model=, too."
+            )
         self.seed = check_int("seed", seed)
         check_type("generators", generators, Mapping, "a dict of names to torch.Generators")
         for name, generator in generators.items():
@@ -103,7 +105,7 @@ class RunParts:
         return digests_of(capture(self.generators))
 
     def loaders(self) -> list[ElasticLoader]:
-        """The ElasticLoaders: `data`, and others."""
+        """Return the ElasticLoaders: `data`, and others."""
         return [part for part in self.parts.values() if isinstance(part, ElasticLoader)]
 
     def num_samples(self) -> int | None:
@@ -117,13 +119,13 @@ class RunParts:
         return [part for part in self.parts.values() if isinstance(part, Optimizer)]
 
     def check_usable(self) -> None:
-        """Refuse to continue with a state whose values belong to no step.
+        """Check that a state's values belong to a step.
 
         Raises:
-            CheckpointError: a resume failed in the middle, or a step moved it and does not count.
+            CheckpointError: a resume failed midway, or an uncounted step has changed the state.
         """
         if self.unusable is not None:
-            raise CheckpointError(f"{self.unusable}: resume again, or build the objects again")
+            raise CheckpointError(f"{self.unusable}. Resume again, or rebuild the objects.")
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """List the tensors of each module that a run writes, by part."""
@@ -134,13 +136,13 @@ class RunParts:
         return targets
 
     def _trained(self) -> set[int]:
-        """Ids of the parameters that the optimizers hold."""
+        """The ids of the parameters that the optimizers hold."""
         groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
         return {id(parameter) for group in groups for parameter in group["params"]}
 
     def agree(self, ranks: Ranks) -> None:
-        """Compare the arguments before the first save or resume, and measure the model's base. All
-        ranks.
+        """Compare the arguments before the first save or resume, and measure the model's base.
+        Collective.
 
         Raises:
             CheckpointError: the state's own arguments differ between ranks; the base is on meta, or
@@ -156,7 +158,7 @@ class RunParts:
             self.base.measure(targets_of(self.parts["model"]), self._trained(), ranks)
 
     def check_optimizers(self, rank: int) -> None:
-        """Refuse optimizers that cannot be saved as they are now; warn of what would be lost.
+        """Check that the optimizers can be saved now; warn about state that would be lost.
 
         Raises:
             CheckpointError: an optimizer cannot be saved; the error names the part and the state.
@@ -168,7 +170,7 @@ class RunParts:
                 self._warn_of_unsaved(part, saved.unsaved, rank)
 
     def save(self, rank: int) -> dict[str, PartState]:
-        """Return what every part contributes to a save, as this rank sees it."""
+        """Return the contribution of every part to a save, as this rank sees it."""
         tensors, saved = self.save_tensors(rank), dict[str, PartState]()
         for part, value in self.parts.items():
             if part in tensors:
@@ -183,7 +185,7 @@ class RunParts:
         return saved
 
     def save_tensors(self, rank: int) -> dict[str, PartState]:
-        """Return what the modules and the optimizers contribute to a save."""
+        """Return the contributions of the modules and the optimizers to a save."""
         targets = self.targets()
         names = names_of(targets)
         stepped = self._trained()
@@ -200,9 +202,9 @@ class RunParts:
         if unsaved and rank == 0 and part not in self.warned:
             self.warned.add(part)
             log.warning(
-                "%s: %s of a %s hold tensors that its state_dict() leaves out, so they are not "
-                "saved, and a resume does not bring them back: if they are state, keep them in "
-                "optimizer.state, or in a state_dict() and load_state_dict() of its own",
+                "%s: %s of a %s hold tensors that its state_dict() does not include, so they are "
+                "not saved or restored. If they are state, keep them in optimizer.state, or "
+                "implement state_dict() and load_state_dict() for them",
                 part,
                 ", ".join(unsaved),
                 type(self.parts[part]).__name__,
@@ -220,20 +222,20 @@ class RunParts:
             kind = _kind(value)
             if record["kind"] != kind:
                 raise CheckpointError(
-                    f"{part}: is a {kind} here, and a {record['kind']} in the checkpoint: give the "
-                    f"part that was saved under this name, or leave it with skip=[{part!r}]"
+                    f"{part}: is a {kind}, but a {record['kind']} in the checkpoint. Pass the part "
+                    f"that was saved under this name, or leave it unchanged with skip=[{part!r}]."
                 )
             if isinstance(value, nn.Module):
                 matched[part] = match_module(part, value, targets[part], record, source)
                 base = self.base if part == "model" else None
                 if base is not None or "base" in record:
-                    # A different base explains everything else that does not fit.
+                    # A different base explains every other mismatch.
                     wrong = base_problems(base, record)
                     matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, source, names, rank)
                 self._remember_alike(part, matched[part], record)
-        # Schedules come last: they go by the groups that the optimizers have matched.
+        # Schedulers come last: they depend on the groups that the optimizers have matched.
         groups, parameters = self._groups_of(matched), LikeParameters(names.values())
         for part in [part for part in records if part not in matched]:
             value = self.parts[part]
@@ -241,7 +243,7 @@ class RunParts:
             matched[part] = match_stateful(
                 part, value, records[part], source, rank, groups=chosen, parameters=parameters
             )
-        matched = {part: matched[part] for part in records}  # the report's order is the save's
+        matched = {part: matched[part] for part in records}  # the report has the order of the save
         if any(part.is_regrouped for part in matched.values()):
             check_schedulers(self.parts, matched)
         if "data" in matched and not source.same_ranks:
@@ -249,7 +251,8 @@ class RunParts:
         return matched
 
     def _remember_alike(self, part: str, matched: PartMatch, record: Any) -> None:
-        """Tell the next saves what ranks held equal, because whole state does not show it."""
+        """Keep for later saves what was identical on the ranks: unsharded state does not show
+        it."""
         commit = matched.commit
 
         def commit_all() -> None:
@@ -259,8 +262,8 @@ class RunParts:
         matched.commit = commit_all
 
     def _check_data(self, matched: PartMatch, num_ranks: int) -> None:
-        """Refuse another number of ranks if a loader may count within its rank's share: such counts
-        are equal on all ranks, so nothing in them shows it.
+        """Add a problem for another number of ranks if a loader may count within its rank's share:
+        such counts are the same on every rank, so nothing in them shows it.
         """
         data = self.parts["data"]
         if isinstance(data, ElasticLoader) or matched.problems:
@@ -269,16 +272,16 @@ class RunParts:
         if "data" in self.first_rank:
             matched.outcome = Outcome(
                 "derived",
-                f"a {name} has its place of {count(num_ranks, 'rank')}, which by "
+                f"a {name} has its position of {count(num_ranks, 'rank')}, which by "
                 "first_rank=['data'] is the same on any number of ranks",
             )
             return
         matched.problems.append(
-            f"data: a {name} was saved on {count(num_ranks, 'rank')}, and if it splits its samples "
-            "by rank its place means others now: resume on as many ranks, or give TrainState an "
-            "anyrank.ElasticLoader, for shards ElasticLoader.from_shards(lengths=...); if all "
-            "ranks read the same samples, say so with TrainState(first_rank=['data']), else start "
-            "its data from the begin with skip=['data']"
+            f"data: a {name} was saved on {count(num_ranks, 'rank')}. If it splits its samples by "
+            "rank, its position is meaningless on a different number. Resume on the same number "
+            "of ranks; or use an anyrank.ElasticLoader (for shards, "
+            "ElasticLoader.from_shards(lengths=...)); or, if all ranks read the same samples, say "
+            "so with TrainState(first_rank=['data']); or restart the data with skip=['data']."
         )
 
     def _groups_of(self, matched: Mapping[str, PartMatch]) -> dict[int, Sequence[int | None]]:
@@ -295,7 +298,7 @@ def names_of(targets: Mapping[str, Sequence[ModelTensor]]) -> dict[int, ModelTen
     named: dict[int, ModelTensor] = {}
     for part, members in targets.items():
         for target in in_state_dict(members):
-            # Not with a ".", which names contain already.
+            # Not with a ".", because names already contain it.
             name = target.name if part == "model" else f"{part}/{target.name}"
             # A parameter that two modules share has its name in the first of them.
             named.setdefault(id(target.tensor), replace(target, name=name))

@@ -1,8 +1,8 @@
-"""The settings that the script gives optimizers and schedules, recorded for later resumes.
+"""The settings that the script gives optimizers and schedulers, recorded for later resumes.
 
-A state_dict() brings the saved run's settings back (T_max, betas), even if the script has been
-changed since. So a save keeps what the script gave before anything was filled, and a resume
-compares it (`anyrank.runs.resume.settings`).
+A state_dict() restores the saved run's settings (T_max, betas), even if the script has been changed
+since. So a save records the script's settings before anything was filled, and a resume compares
+them (`anyrank.runs.resume.settings`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ScriptSettings:
     """The settings of a state's parts as the script made them.
 
     Attributes:
-        initial: part -> its settings, as they were when the state was made.
-        kept: the same as JSON, for the next saves: of a setting that the script has changed and
+        initial: part -> its settings when the state was made.
+        kept: the same as JSON, for the next saves: for a setting that the script has changed and
             that is not used, the value of the saved run's script.
     """
 
@@ -40,21 +40,21 @@ class ScriptSettings:
         self.initial = {
             name: initial
             for name, part in parts.items()
-            # A loader compares its own settings when it gets its state.
+            # A loader compares its own settings when its state is loaded.
             if name != "data" and (initial := _initial(part)) is not None
         }
         self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
 
     def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> bool:
-        """Return whether the saved run's script gave the same, as far as it is known, with groups
-        in their order. `saved` is its `record`, `matched` the parts that it fills: all of those
-        here, because an optimizer and its schedules depend on each other.
+        """Return True if the saved run's script had the same settings, as far as they are known,
+        with groups in their order. `saved` is its `record`, `matched` the parts that it fills: all
+        current ones, because an optimizer and its schedulers depend on each other.
         """
         if self.initial.keys() - matched.keys():
             return False
         for name in matched.keys() & saved.keys() & self.initial.keys():
             settings = as_json(self.initial[name])
-            # `kept` is of a script before, if this process has resumed another step already.
+            # `kept` is of an earlier script if this process has already resumed another step.
             if not saved[name] == self.kept[name] == settings:
                 return False
             groups = matched[name].groups
@@ -63,20 +63,20 @@ class ScriptSettings:
         return True
 
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that a save keeps: those that the parts' `records` bring back."""
+        """Return the settings that a save keeps: those that the parts' `records` restore."""
         kept: dict[str, Any] = {}
         for name, initial in self.kept.items():
             tree = records.get(name, {}).get("tree")
             is_whole = is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer)
             restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
-            # An empty dict says that the part brings no setting back, so that none is to be taken.
+            # An empty dict means that the part restores no setting, so none must be changed.
             kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
         return kept
 
 
 def _initial(part: Any) -> Any:
     """Return the settings of one part: a list by group for an optimizer, a dict for others; None
-    if it has none. Calls nothing of a class that is not known to be cheap.
+    if it has none. Calls no method of a class that is not known to be cheap.
     """
     if isinstance(part, Optimizer):
         return [
@@ -97,14 +97,14 @@ def _initial(part: Any) -> Any:
 
 
 def is_schedule(part: Any) -> bool:
-    """Return whether a new part's whole state is what the script gives it."""
+    """Return True if a new part's whole state comes from the script."""
     if isinstance(part, LRScheduler | torch.amp.GradScaler):
         return True
     return not isinstance(part, Optimizer) and optimizer_of(part) is not None
 
 
 def optimizer_of(part: Any) -> Any:
-    """Return the optimizer inside a schedule's wrappers."""
+    """Return the optimizer inside a scheduler's wrappers."""
     optimizer: Any = getattr(part, "optimizer", None)
     return innermost(optimizer) if isinstance(optimizer, Optimizer) else None
 

@@ -1,4 +1,4 @@
-"""Anything with `state_dict()` and `load_state_dict()` as a part of the state: schedules, loaders,
+"""Objects with `state_dict()` and `load_state_dict()` as parts of the state: schedulers, loaders,
 scalers, trackers.
 """
 
@@ -43,10 +43,10 @@ class Stateful(Protocol):
 
 
 def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
-    """Return what a stateful object contributes to a save. This rank's view.
+    """Return the contribution of a stateful object to a save. This rank's view.
 
-    Its plain tensors go with its record: kept once if all ranks have the same record, otherwise for
-    each rank.
+    Its plain tensors are saved with its record: once if every rank has the same record, otherwise
+    for each rank.
 
     Raises:
         CheckpointError: a value is neither a tensor nor plain; the error names its key.
@@ -69,9 +69,9 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
         "layout": layout_digest(saved.tensors),
         "tree": tree,
     }
-    for sharded in saved.tensors:  # as where they are plain: `diff` compares them by name
+    for sharded in saved.tensors:  # like plain ones: `diff` compares them by name
         sharded.name = own_name(sharded.name, 0)
-    # Nothing keeps them equal: a tracker may average over the batches of its own rank.
+    # Nothing keeps them the same: a tracker may average over the batches of its own rank.
     saved.may_differ = {sharded.name for sharded in saved.tensors}
     return saved
 
@@ -96,8 +96,8 @@ def match_stateful(
         rank: number of this process.
         groups: for a scheduler whose optimizer has other groups than the checkpoint's: the saved
             group of each, or None for a new one.
-        parameters: parameters of the state; tensors that were DTensors, and that the object does
-            not have yet, are laid out like these.
+        parameters: parameters of the state, as layouts for tensors that were DTensors and that the
+            object does not have yet.
 
     Raises:
         CorruptCheckpoint: the record is not one that a save writes for such an object.
@@ -108,7 +108,7 @@ def match_stateful(
     if isinstance(thing, ElasticLoader):
         return _match_loader(part, thing, record, source, rank)
     current: Any = thing.state_dict()
-    # An empty state is not one to load: some objects refuse it.
+    # An empty state must not be loaded: some objects reject it.
     if record["tree"] == {} or not (record["tree"] or current):
         return PartMatch(Outcome("fresh", "it had no state when it was saved"))
     if groups is not None:
@@ -124,7 +124,7 @@ def match_stateful(
 def _match_schedule(
     part: str, schedule: LRScheduler, record: Any, source: PartSource, rank: int
 ) -> PartMatch:
-    """Plan how to fill a schedule: on another number of ranks with the first rank's state, because
+    """Plan how to fill a scheduler: on another number of ranks with the first rank's state, because
     a save compares the rates, and only a plateau's metrics may have differed.
     """
     uses_first = "by_rank" in record and not source.same_ranks
@@ -132,14 +132,15 @@ def _match_schedule(
     if uses_first:
         reason = (
             f"its state differed between the {source.ranks} ranks that saved it, and the first "
-            "rank's is used: step it by a value that all ranks share (sync_dist, all_reduce)"
+            "rank's is used. Step it with a value that is the same on every rank (sync_dist, "
+            "all_reduce)"
         )
         matched.outcome = Outcome("derived", reason)
     give = matched.commit
 
     def commit() -> None:
         give()
-        # Only now is the schedule at the step for which its function is asked.
+        # Only now is the scheduler at the step for which its function is called.
         if text := _changed_schedule(schedule, tree):
             reasons = [reason for reason in (matched.outcome.reason, text) if reason]
             matched.outcome = Outcome("derived", "; ".join(reasons))
@@ -151,13 +152,13 @@ def _match_schedule(
 def _match_loader(
     part: str, loader: ElasticLoader, record: Any, source: PartSource, rank: int
 ) -> PartMatch:
-    """Plan how to fill a loader, which says itself whether a position fits its data."""
+    """Plan how to fill a loader, which checks itself whether a position matches its data."""
     if problem := _problem_with_ranks(part, record, source):
         return PartMatch(Outcome("exact"), problems=[problem])
     matched, tree = _plan_fill(part, loader, record, source, rank)
     try:
         loader.position.check_state_dict(tree)
-    except CorruptCheckpoint:  # damage is not a misfit: an older step may be whole
+    except CorruptCheckpoint:  # corruption is not a mismatch: an older step may be good
         raise
     except CheckpointError as error:
         matched.problems.append(f"{part}: {error}")
@@ -165,13 +166,13 @@ def _match_loader(
 
 
 def _problem_with_ranks(part: str, record: Any, source: PartSource) -> str:
-    """Describe why a state that differed between ranks cannot continue on this number of them."""
+    """Describe why a state that differed between ranks cannot continue on a different number."""
     if "by_rank" not in record or source.same_ranks:
         return ""
     return (
-        f"{part}: a {record['class']} whose state differed between the {source.ranks} "
-        "ranks that saved it cannot continue on another number: give it a state that knows "
-        "no ranks (anyrank.ElasticLoader has one), or leave it out with skip=[...]"
+        f"{part}: a {record['class']} whose state differed between the {source.ranks} ranks that "
+        "saved it cannot continue on a different number. Make its state independent of the rank "
+        "(anyrank.ElasticLoader does that), or omit it with skip=[...]."
     )
 
 
@@ -183,15 +184,15 @@ def _plan_fill(
     rank: int,
     parameters: LikeParameters | None = None,
 ) -> tuple[PartMatch, Any]:
-    """Plan the reads of an object's tensors; returns the plan, whose commit gives the object its
-    state, and this state, with tensors that are filled before the commit.
+    """Plan the reads of an object's tensors. Return the plan, whose commit loads the state, and
+    this state, with tensors that are filled before the commit.
     """
     matched = PartMatch(Outcome("exact"))
     own_rank = rank if "by_rank" in record else 0
     now = cache(lambda: tensors_now(part, thing))
     tensors: list[ShardedTensor] = []
     sharded: set[str] = set()  # tensors that were DTensors
-    gathered: list[str] = []  # those of them that are whole on each rank, for lack of a layout
+    gathered: list[str] = []  # those that are whole on each rank, without a layout
 
     def take(entry: Mapping[str, str]) -> torch.Tensor:
         ((kind, written),) = entry.items()
@@ -200,14 +201,14 @@ def _plan_fill(
         stored = source.listing.tensors[key]
         like = now().get(where)
         parameter = None
-        if kind == "~whole" and record["layout"]:  # another tool's has none: its tensors are whole
+        if kind == "~whole" and record["layout"]:  # another tool has no layout: tensors are whole
             sharded.add(where)
         if like is None and where in sharded and parameters:
             parameter = parameters.find(where, stored.shape)
             if parameter is None:
                 gathered.append(where)
         is_sharded = hasattr(like, "placements") and "by_rank" not in record
-        # The tensor that the object has now gives the place: the object's code may never move it.
+        # The object's current tensor determines the device: the object's code may never move it.
         if like is not None and (kind == "~whole" or is_sharded):
             tensor = torch.empty_like(like)
         elif parameter is not None:
@@ -222,7 +223,7 @@ def _plan_fill(
 
     tree: Any = from_json(record["tree"], take)
     if gathered:
-        title = "it has no tensors yet that say how these lie, so they are whole on each rank"
+        title = "it has no tensors yet that show a layout, so these are whole on each rank"
         matched.outcome = Outcome("derived", in_line(title, gathered))
     elif sharded or any(tensor.layout for tensor in tensors):
         matched.outcome = source.outcome_for(record["layout"], layout_digest(tensors))
@@ -231,7 +232,7 @@ def _plan_fill(
 
 
 def _changed_schedule(thing: LRScheduler, tree: Any) -> str:
-    """Report if the function of a LambdaLR, which is not saved, gives another learning rate.
+    """Return a warning if a LambdaLR's function, which is not saved, gives another learning rate.
 
     Args:
         thing: object with its state.
@@ -248,14 +249,15 @@ def _changed_schedule(thing: LRScheduler, tree: Any) -> str:
         rate = float(base * factor)
         if not math.isclose(saved, rate, rel_tol=1e-6, abs_tol=1e-12):
             return (
-                f"its function gives a learning rate of {rate:g} at count {step}, where it was "
-                f"{saved:g}: the function of a LambdaLR is not saved"
+                f"its lambda returns a learning rate of {rate:g} at step {step}, but {saved:g} "
+                "when "
+                "the run was saved; a LambdaLR does not save its lambda"
             )
     return ""
 
 
 def _give(part: str, thing: Stateful, tree: Any) -> None:
-    """Make an object load its state.
+    """Load the state of an object.
 
     Raises:
         CheckpointError: its own code failed.
@@ -272,8 +274,8 @@ def _give(part: str, thing: Stateful, tree: Any) -> None:
 
 
 def class_name(thing: Any) -> str:
-    """Name an object's class; for a schedule of schedules with the classes of its parts, because
-    each part would silently take another's settings.
+    """Return the name of an object's class; for a scheduler of schedulers with the classes of the
+    inner ones, because each would silently take another's settings.
     """
     name = type(thing).__name__
     inner: Any = getattr(thing, "_schedulers", ()) if isinstance(thing, LRScheduler) else ()
@@ -281,7 +283,7 @@ def class_name(thing: Any) -> str:
 
 
 def tensors_now(part: str, thing: Stateful) -> dict[str, torch.Tensor]:
-    """Return an object's tensors now, by key: a resume lays out the ones it reads like these."""
+    """Return an object's current tensors by key, as layouts for the ones that a resume reads."""
     tensors: dict[str, torch.Tensor] = {}
 
     def put(where: str, tensor: torch.Tensor) -> None:

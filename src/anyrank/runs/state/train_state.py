@@ -17,43 +17,43 @@ class TrainState:
     """The parts of a training run that are saved and resumed together.
 
     Make it on every rank, with the objects that the training loop uses: wrapped, sharded or
-    compiled, real or on meta. It holds them, and changes none of them before a resume.
+    compiled, real or on meta. It keeps references, and modifies nothing before a resume.
 
     Args:
         model: any module.
         optimizer: any torch optimizer of the model's parameters.
-        scheduler: a learning-rate scheduler; it counts steps of the run. Accelerate's, which counts
-            processes, is refused.
+        scheduler: a learning-rate scheduler that steps once per optimizer step. Accelerate's
+            wrapper, which steps once per process, is rejected.
         scaler: a GradScaler.
         data: an `ElasticLoader`, or any loader with `state_dict()`.
-        seed: seed of the run; other generators are derived from it if a run continues on other
+        seed: seed of the run; other generators are derived from it if a run continues on different
             ranks.
-        generators: the run's own torch.Generators, by name; they are restored like the ambient
+        generators: the run's own torch.Generators, by name; they are restored like the global
             random generators.
-        first_rank: names of stateful parts whose state may differ between ranks; the first rank's
-            is saved for all. Without it, a part that differs is saved for each rank, and can only
-            be resumed on the same number of ranks, as can `data` of another class than
+        first_rank: names of stateful parts whose state may differ between ranks, and for which the
+            first rank's state is saved. A part that differs and is not named here is saved per
+            rank and can only be resumed on the same number of ranks; so is `data` unless it is an
             `ElasticLoader`.
-        base: where the model's frozen parameters come from: a path, a URL or a list. Parameters
-            that need no gradient, and belong to no optimizer and no adapter, are then not written;
-            the source is, with a digest of their values that a resume compares. Load the base
-            before the first call of `Checkpoints`, and freeze it before this one.
-        others: further modules, optimizers, or anything with `state_dict()` and
+        base: source of the model's frozen parameters: a path, a URL or a list. Parameters that
+            need no gradient, and belong to no optimizer and no adapter, are then not written; the
+            source is, with a digest of their values that a resume compares. Load the base before
+            the first call of `Checkpoints`, and freeze it before this one.
+        others: further modules, optimizers, or any object with `state_dict()` and
             `load_state_dict()`: an EMA copy, a second optimizer, a tracker of metrics.
 
     Attributes:
-        step: optimizer steps that are completed, over the whole run.
+        step: completed optimizer steps, over the whole run.
         samples: samples of completed steps, over the whole run.
         run: id of the run; None before its first save or resume.
         lineage: one entry for each resume: from which step, on how many ranks, without which parts.
-        data: the `data` that was given.
-        parts: the objects that it holds. For anyrank's own use: may change.
+        data: the `data` argument.
+        parts: internal; may change without notice.
 
     Raises:
         TypeError: a part is neither a module nor an optimizer nor stateful, or an argument has
-            another type.
-        ValueError: a part has a reserved name, a scheduler steps once for each process, or base was
-            given without a model.
+            the wrong type.
+        ValueError: a part has a reserved name, a scheduler steps once per process, or `base` was
+            passed without a model.
 
     Example::
 
@@ -84,7 +84,9 @@ class TrainState:
         if model is not None:
             check_model(model)
         if isinstance(optimizer, nn.Module):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}: give a torch optimizer")
+            raise TypeError(
+                f"optimizer=: expected a torch optimizer, got {type(optimizer).__name__}"
+            )
         named_parts = {
             "model": model,
             "optimizer": optimizer,

@@ -1,6 +1,6 @@
 """A batch, and its way from a worker: small tensors travel as bytes in the message.
 
-A DataLoader passes each tensor by a file descriptor, for which the rank has to ask a thread of the
+A DataLoader passes each tensor by a file descriptor, for which the rank must ask a thread of the
 worker. That takes longer than copying a small tensor, because the worker is busy reading meanwhile,
 and a rank may run out of descriptors.
 """
@@ -37,24 +37,24 @@ class FetchedBatch(NamedTuple):
 
 
 def _as_message(fetched: FetchedBatch) -> bytes:
-    """A batch, for `_from_message` in the rank. Large tensors go by descriptor."""
+    """Return a batch, for `_from_message` in the rank. Large tensors go by descriptor."""
     message = io.BytesIO()
     try:
         # As a plain tuple, because this function may not pickle it again.
         _Pickler(message, fetched.has_own_memory).dump((*fetched,))
     except Exception as error:
-        # A queue prints exceptions raised here and sends nothing, so the rank would wait for ever.
+        # A queue prints exceptions raised here and sends nothing, so the rank would wait forever.
         why = (
-            f"a worker cannot send the batch of {list(fetched.request.ids)}: "
-            f"{type(error).__name__}: {error}: let the dataset and collate_fn return what can be "
-            "pickled, or give num_workers=0"
+            f"the batch of samples {list(fetched.request.ids)} cannot be pickled by its worker: "
+            f"{type(error).__name__}: {error}. Return picklable objects from the dataset and "
+            "collate_fn, or set num_workers=0."
         )
         return pickle.dumps((None, _Unsent(why)))
     return message.getvalue()
 
 
 def _from_message(message: bytes) -> FetchedBatch:
-    """The inverse of `_as_message`, once, for `as_sent`."""
+    """Unpickle a message of `_as_message`, once, for `as_sent`."""
     return FetchedBatch(*pickle.loads(message))  # noqa: S301 - of this process's own worker
 
 
@@ -87,7 +87,7 @@ class _Pickler(ForkingPickler):
         """Choose how an object other than a plain value is pickled."""
         if type(value) is not torch.Tensor:
             return NotImplemented
-        if value.is_conj() or value.is_neg():  # torch would pass other numbers
+        if value.is_conj() or value.is_neg():  # torch would pass different numbers
             return _unchanged, (value.resolve_conj().resolve_neg(),)
         if not _is_small(value) or (value.is_shared() and not self._has_own_memory):
             return NotImplemented
@@ -111,7 +111,7 @@ class _Memory:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds plain values in small memory."""
+    """Return True if a tensor holds plain values in small memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -125,7 +125,7 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
 
 
 def _as_memory(data: bytes) -> torch.UntypedStorage:
-    # Torch's own memory: math libraries may compute other bits for other alignments.
+    # Torch's own memory: math libraries may compute different bits for different alignments.
     values = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     ctypes.memmove(values.data_ptr(), data, len(data))
     return values.untyped_storage()

@@ -1,7 +1,7 @@
-"""An order of microbatches of one bucket each, where the bucket of each sample is known before.
+"""An order of microbatches of one bucket each, for buckets that are known in advance.
 
 The samples of a bucket are shuffled, and cut into microbatches; full ones come in a shuffled order,
-and then, unless they are dropped, those that the buckets have left over.
+and then, unless they are dropped, the incomplete ones of the buckets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BucketOrder(Order):
 
     Attributes:
         digest: digest of the buckets.
-        microbatch: samples in a full one.
+        microbatch: samples in a full microbatch.
         short_sizes: sizes of the microbatches that are not full, in the buckets' order.
         members: int64 [n], the samples of one bucket after those of another.
         counts: counts of the samples of each bucket.
@@ -49,7 +49,7 @@ class BucketOrder(Order):
 
     @property
     def num_full(self) -> int:
-        """Microbatches that are full."""
+        """Number of full microbatches."""
         return sum(count // self.microbatch for count in self.counts)
 
     @property
@@ -64,13 +64,13 @@ class BucketOrder(Order):
         return tuple([*cuts, *(end for end in ends if end > cuts[-1])][: most + 1])
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64."""
+        """Return the sample ids at positions [start, stop) of an epoch, int64."""
         return _order_of_epoch(self, epoch)[start:stop]
 
 
 @functools.lru_cache(maxsize=2)
 def _order_of_epoch(order: BucketOrder, epoch: int) -> torch.Tensor:
-    """The samples of an epoch, in order."""
+    """Return the samples of an epoch, in order."""
     size, full, rest = order.microbatch, list[torch.Tensor](), list[torch.Tensor]()
     for samples in order.members.split(list(order.counts)):
         if order.shuffle:
@@ -85,28 +85,32 @@ def _order_of_epoch(order: BucketOrder, epoch: int) -> torch.Tensor:
 
 
 def _shuffled(order: Order, epoch: int, samples: torch.Tensor, what: str) -> torch.Tensor:
-    """The places of samples in a random order."""
+    """Return the positions of samples in a random order."""
     return (mix64(mix64(samples) ^ signed(derive(order.seed, epoch, what)))).argsort(stable=True)
 
 
 def bucket_order(
     n: int, seed: int, shuffle: bool, microbatch: int, keys: Any, drop_last: bool
 ) -> BucketOrder:
-    """The order of n samples with these buckets.
+    """Return the order of n samples with these buckets.
 
     Raises:
         TypeError: keys that cannot tell buckets apart.
-        ValueError: keys that are not n; no microbatch is full, with drop_last.
+        ValueError: the number of keys is not n; no microbatch is full, with drop_last.
     """
     check_type("keys", keys, (Sequence, torch.Tensor), "a list of the buckets of samples")
     values: Sequence[Hashable] = keys.tolist() if isinstance(keys, torch.Tensor) else keys
     if len(values) != n:
-        raise ValueError(f"keys has {len(values)} values: give {n}, the bucket of each sample")
+        raise ValueError(
+            f"keys= has {len(values)} values: must have {n}, the bucket of each sample"
+        )
     numbers: dict[Hashable, int] = {}
     try:
         of_samples = [numbers.setdefault(value, len(numbers)) for value in values]
     except TypeError as error:
-        raise TypeError(f"keys cannot name buckets: {error}: give numbers, str or tuples") from None
+        raise TypeError(
+            f"keys= cannot identify buckets: {error}. Pass numbers, str or tuples."
+        ) from None
     buckets = torch.tensor(of_samples, dtype=torch.int64, device="cpu")
     places = torch.arange(n, device="cpu")
     hashes = int(mix64(mix64(buckets) ^ places).sum())
@@ -114,7 +118,8 @@ def bucket_order(
     left = () if drop_last else tuple(c % microbatch for c in counts if c % microbatch)
     if drop_last and not any(count >= microbatch for count in counts):
         raise ValueError(
-            f"drop_last=True leaves no sample: no bucket has a microbatch of {microbatch}"
+            "drop_last=True leaves no samples, because no bucket fills a microbatch of "
+            f"{microbatch}"
         )
     digest = f"{derive(n, hashes, microbatch, drop_last, size=4):08x}"
     members = buckets.argsort(stable=True)

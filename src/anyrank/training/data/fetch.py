@@ -1,4 +1,4 @@
-"""From sample ids to batches, with random numbers that depend on the microbatch alone.
+"""From sample ids to batches, with random numbers that depend only on the microbatch.
 
 The items of the DataLoader used here are microbatches: the sampler yields requests, and the dataset
 returns each request with its batch, so that the loop can check which samples it got.
@@ -42,14 +42,14 @@ class MicrobatchRequest:
 
 
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
-    """The request of microbatch k of a step."""
+    """Return the request of microbatch k of a step."""
     return MicrobatchRequest(plan.epoch, plan.bounds(k)[0], tuple(schedule.ids(plan, k)))
 
 
 class MicrobatchDataset(Dataset[FetchedBatch]):
     """The user's dataset, indexed by microbatch. Used in the workers, or in this process.
 
-    It seeds the random generators, and leaves them so for its caller.
+    It seeds the random generators, and does not restore them: its caller does.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
             return FetchedBatch(request, self.collate_fn(samples), is_default)
         except Exception as error:
             note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
-            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of data
+            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data
                 raise RuntimeError(f"StopIteration, {note}") from error
             error.add_note(note)
             raise
@@ -92,15 +92,15 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
 class OwnOrder:
     """A dataset with its own order, for a loader's `from_shards` and `from_iterable`."""
 
-    position_class: Any = None  # a class of positions of its own
-    max_open = 1  # places in it that are read at a time
+    position_class: Any = None  # its own class of positions
+    max_open = 1  # positions in it that are read at a time
 
     def __len__(self) -> int:
-        """The number of samples, or of shards if their samples are not known."""
+        """Return the number of samples, or of shards if their samples are not known."""
         raise NotImplementedError
 
     def order(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> Order:
-        """The order of the samples, for steps of these sizes."""
+        """Return the order of the samples, for steps of these sizes."""
         raise NotImplementedError
 
     def by_microbatch(
@@ -127,14 +127,14 @@ class RequestSampler(Sampler[Any]):
 
 
 def unchanged(batch: Any) -> Any:
-    """Return items that are batches already; used as a collate function."""
+    """Return items that are already batches; used as a collate function."""
     return batch
 
 
 def make_fetcher(
     samples: MicrobatchDataset, requests: RequestSampler, num_workers: int, **options: Any
 ) -> DataLoader[FetchedBatch]:
-    """Make a DataLoader from requests to batches. Iterating it draws from no stream here."""
+    """Make a DataLoader from requests to batches. Iterating it draws no random numbers here."""
     if num_workers:
         options["worker_init_fn"] = leave_to_rank
     private = torch.Generator().manual_seed(derive(samples.seed, "workers"))
@@ -150,34 +150,36 @@ def make_fetcher(
 
 
 def start_fetching(fetcher: DataLoader[FetchedBatch]) -> Iterator[FetchedBatch]:
-    """The batches of all requests; in this process without the DataLoader's 10 us for each."""
+    """Yield the batches of all requests; in this process without a DataLoader, which takes 10 us
+    for each.
+    """
     if fetcher.num_workers or fetcher.pin_memory:
         return iter(fetcher)
     return map(fetcher.dataset.__getitem__, fetcher.sampler)
 
 
 def check_length(dataset: Any, planned: int) -> None:
-    """Refuse a dataset that has another length than when its order was planned.
+    """Check that a dataset has the length for which its order was planned.
 
     Raises:
-        CheckpointError: names both lengths.
+        CheckpointError: the lengths differ; the error names both.
     """
     if (now := len(dataset)) != planned:
         raise CheckpointError(
-            f"the dataset has {now} samples now, and had {planned} when the loader was made, which "
-            "planned its epochs for these: keep its length while a run goes on, or start a new run "
-            "from its weights with the new length"
+            f"the dataset had {planned} samples when the loader was created, and has {now} now. "
+            "Its length must not change during a run. Keep it, or start a new run from the weights "
+            "with the new length."
         )
 
 
 def length_of(dataset: Any) -> int:
-    """The number of samples; TypeError for a dataset that cannot be asked for sample i."""
+    """Return the number of samples; raise TypeError if the dataset cannot return sample i."""
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     ):
         raise TypeError(
-            f"{type(dataset).__name__} has no length or no dataset[i], so its order cannot "
-            "be planned: give a dataset with both, or use ElasticLoader.from_iterable for an "
-            "IterableDataset that has shards, ElasticLoader.from_shards for a function that reads"
+            f"{type(dataset).__name__} has no len() or no __getitem__(i), so its order cannot be "
+            "planned. Pass a map-style dataset; for an IterableDataset with shards use "
+            "ElasticLoader.from_iterable, for your own reader ElasticLoader.from_shards."
         )
     return len(dataset)

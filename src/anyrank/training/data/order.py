@@ -41,11 +41,11 @@ class Order:
 
     @property
     def name(self) -> str:
-        """The method, as named in checkpoints. A different method needs a different name."""
+        """The method, by its name in checkpoints. A different method needs a different name."""
         return ORDER_NAME if self.shuffle else IDENTITY_NAME
 
     def arguments(self) -> dict[str, object]:
-        """Return the inputs of the order, small and by the loader's argument, for comparison."""
+        """Return the inputs of the order, in a short form by the loader's argument, to compare."""
         return {
             "dataset": f"{self.n} samples",
             "seed": self.seed,
@@ -57,20 +57,21 @@ class Order:
 
     @property
     def repeats(self) -> bool:
-        """Return whether an epoch may contain a sample several times, and others not at all."""
+        """Return True if an epoch may contain a sample several times, and others not at all."""
         return False
 
     @property
     def num_blocks(self) -> int | None:
-        """The microbatches of an epoch; None where each but the last is full."""
+        """The number of microbatches of an epoch; None if each but the last is full."""
         return None
 
     def cuts(self, start: int, most: int) -> tuple[int, ...]:
-        """The ends of microbatches from a position on, up to a number, where `num_blocks` is."""
+        """Return the ends of at most `most` microbatches from a position on, if `num_blocks` is
+        set."""
         raise NotImplementedError
 
     def ids(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Sample ids at positions [start, stop) of an epoch, int64."""
+        """Return the sample ids at positions [start, stop) of an epoch, int64."""
         parts: list[torch.Tensor] = []
         while start < stop:
             block = _ids_of_block(self, epoch, start // BLOCK)
@@ -83,7 +84,7 @@ class Order:
 # A step's ids are computed several times, and part of a block costs as much as all of it.
 @functools.lru_cache(maxsize=8)
 def _ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
-    """Sample ids at the positions of one block, fewer than BLOCK in the last."""
+    """Return the sample ids at the positions of one block, fewer than BLOCK in the last."""
     stop = min((number + 1) * BLOCK, order.n)
     places = torch.arange(number * BLOCK, stop, device="cpu")
     if not order.shuffle:
@@ -97,7 +98,7 @@ def _ids_of_block(order: Order, epoch: int, number: int) -> torch.Tensor:
 
 
 def feistel(values: torch.Tensor, bits: int, keys: list[int]) -> torch.Tensor:
-    """A permutation of the numbers of `bits` bits, one round for each key.
+    """Return a permutation of the numbers of `bits` bits, one round for each key.
 
     Args:
         values: int64, any shape, each in [0, 2 ** bits).

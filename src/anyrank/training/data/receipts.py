@@ -33,16 +33,17 @@ class Receipt:
     sum: int = 0
 
     def __add__(self, other: Receipt) -> Receipt:
-        """The receipt of both sets together."""
+        """Return the receipt of both sets together."""
         return Receipt(self.count + other.count, (self.sum + other.sum) & MASK)
 
     def to_json(self) -> list[Any]:
-        """[count, sum]; the sum as 16 hex digits, which every JSON parser preserves."""
+        """Return [count, sum]; the sum as 16 hex digits, which every JSON parser preserves."""
         return [self.count, f"{self.sum:016x}"]
 
     @staticmethod
     def from_json(value: Any) -> Receipt:
-        """The inverse of `to_json`. Raises ValueError or TypeError for anything else."""
+        """Read a receipt from `to_json`'s form. Raises ValueError or TypeError for anything
+        else."""
         count, total = value
         return Receipt(int(count), int(total, 16))
 
@@ -56,7 +57,8 @@ class EpochVerdict(NamedTuple):
 
 
 def epochs_in_words(verdicts: Sequence[EpochVerdict]) -> list[str]:
-    """A line for each run of equal epochs: "epochs 0 to 59: 96 samples each, exactly once"."""
+    """Return one line for equal epochs in a row: "epochs 0 to 59: 96 samples each, exactly
+    once"."""
     lines: list[str] = []
     for (samples, verdict), alike in itertools.groupby(verdicts, key=itemgetter(1, 2)):
         first, *others = alike
@@ -75,8 +77,8 @@ class EpochAccount:
 
     Attributes:
         epoch: its number.
-        earlier: samples committed before this process started or resumed, on all ranks.
-        planned: samples of all committed steps, computed from the order.
+        earlier: samples committed before this process started or resumed, on every rank.
+        planned: samples of all completed steps, computed from the order.
         seen: samples that this rank has run and committed since.
         dropped: samples at the epoch's end that belong to no step.
     """
@@ -89,7 +91,7 @@ class EpochAccount:
 
 
 def receipt_of(epoch: int, ids: torch.Tensor) -> Receipt:
-    """The receipt of some samples in an epoch; ids are int64 of shape [count]."""
+    """Return the receipt of some samples in an epoch; ids are int64 of shape [count]."""
     if not ids.numel():
         return Receipt()
     hashes = mix64(mix64(ids) ^ signed(derive("receipt", epoch)))

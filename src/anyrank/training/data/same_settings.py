@@ -1,4 +1,4 @@
-"""The settings of a loader that a resume must find again, and what differs, for an error."""
+"""The settings of a loader that must be the same at a resume, and errors about differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from anyrank.errors import CheckpointError
 from anyrank.training.data.order import IDENTITY_NAME
 
-# The first word of a name, up to its version -> the kind of data, and the arguments that the rest
+# The first word of a name, up to its version -> the kind of data, and the arguments on which the
+# rest
 # of the name depends on.
 KINDS = {
     "lanes": ("a stream", "window=, transform=, endless=, until= and names in mix="),
@@ -17,11 +18,11 @@ KINDS = {
     "weighted": ("a dataset with weights=", "weights="),
 }
 PLAIN = ("a dataset", "shuffle=")
-TITLES = {"version": "format version", "n": "a dataset of length", "key": "the dataset key"}
+TITLES = {"version": "format version", "n": "a dataset of length", "key": "dataset key"}
 WAYS = {
-    "version": "use the anyrank version that wrote it, or a newer one",
-    "n": "give the dataset of the run, or begin an epoch of this one by skip=['data'], or start "
-    "a new run from its weights",
+    "version": "Use the anyrank version that wrote it, or a newer one.",
+    "n": "Pass the dataset of the saved run; or restart the data with skip=['data']; or start a "
+    "new run from the weights.",
 }
 
 
@@ -32,7 +33,7 @@ def compare_settings(
 
     Args:
         saved, current: states of the run and of the loader.
-        names: entries, beside "order", that must agree.
+        names: entries, besides "order", that must agree.
 
     Raises:
         CheckpointError: one of them differs.
@@ -40,39 +41,41 @@ def compare_settings(
     _check_kind(saved["order"], current["order"])
     for name in names:
         if saved[name] != current[name]:
-            way_out = WAYS.get(name, f"give {name}={saved[name]!r}")
+            way_out = WAYS.get(name, f"Set {name}={saved[name]!r}.")
             raise CheckpointError(
-                f"data position: the run has {TITLES.get(name, name)} {saved[name]!r}, here it is "
-                f"{current[name]!r}: {way_out}"
+                f"ElasticLoader: the saved run has {TITLES.get(name, name)} {saved[name]!r}, but "
+                f"this loader has {current[name]!r}. {way_out}"
             )
     _check_order(saved["order"], current["order"])
 
 
 def _check_kind(saved: str, current: str) -> None:
-    """Raise CheckpointError if the order of a run is of another kind of data than a loader's."""
+    """Raise CheckpointError if a run and a loader have different kinds of data."""
     (kind, _), (own_kind, _) = _kind_of(saved), _kind_of(current)
     if kind != own_kind:
         raise CheckpointError(
-            f"data position: the run has {kind}, and the loader {own_kind}: give the data of the "
-            "run, or begin with this one by skip=['data'], or start a new run from its weights"
+            f"ElasticLoader: the saved run has {kind}, but this loader has {own_kind}. Pass the "
+            "data of the saved run; or restart the data with skip=['data']; or start a new run "
+            "from the weights."
         )
 
 
 def _check_order(saved: str, current: str) -> None:
-    """Raise CheckpointError if the order of a run differs from a loader's, of the same kind."""
+    """Raise CheckpointError if a run and a loader of the same kind have different orders."""
     if saved == current:
         return
     shuffles = [IDENTITY_NAME not in name.replace(",", "").split() for name in (saved, current)]
     if shuffles[0] != shuffles[1]:
         raise CheckpointError(
-            f"data position: the run has shuffle={shuffles[0]}, here it is {shuffles[1]}: give "
-            f"shuffle={shuffles[0]}"
+            f"ElasticLoader: the saved run has shuffle={shuffles[0]}, but this loader has "
+            f"shuffle={shuffles[1]}. Set shuffle={shuffles[0]}."
         )
-    way_out = f"give the run's {_kind_of(current)[1]}, or start a new run from its weights"
+    way_out = f"Pass the saved run's {_kind_of(current)[1]}, or start a new run from the weights."
     if saved.split()[0] != current.split()[0]:
-        way_out = "use the anyrank version that wrote it, or a newer one"
+        way_out = "Use the anyrank version that wrote it, or a newer one."
     raise CheckpointError(
-        f"data position: the run has the order {saved!r}, here it is {current!r}: {way_out}"
+        f"ElasticLoader: the saved run has the order {saved!r}, but this loader has {current!r}. "
+        f"{way_out}"
     )
 
 

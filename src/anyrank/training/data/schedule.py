@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from anyrank.checks import check_choice, check_int
 from anyrank.training.data.order import Order
+from anyrank.wording import count
 
 Tail = Literal["short", "drop"]
 
@@ -21,7 +22,7 @@ class MicrobatchSlot:
 
     Attributes:
         k: index of the microbatch in the step.
-        is_copy: runs with weight 0, only for the collectives: another slot has the microbatch.
+        is_copy: runs with weight 0, only for the collectives: the microbatch is in another slot.
     """
 
     k: int
@@ -38,7 +39,7 @@ class StepPlan:
         start: first position in the epoch's order.
         stop: position after its last sample.
         microbatch: samples in each microbatch but the last.
-        cuts: positions at which its microbatches begin and end, where that is not so.
+        cuts: positions at which its microbatches start and end, if they are not of that size.
     """
 
     epoch: int
@@ -63,26 +64,26 @@ class StepPlan:
         return len(self.cuts) - 1 if self.cuts else -(-self.samples // self.microbatch)
 
     def bounds(self, k: int) -> tuple[int, int]:
-        """Positions [start, stop) of microbatch k."""
+        """Return the positions [start, stop) of microbatch k."""
         if self.cuts:
             return self.cuts[k], self.cuts[k + 1]
         start = self.start + k * self.microbatch
         return start, min(start + self.microbatch, self.stop)
 
     def size(self, k: int) -> int:
-        """Number of samples in microbatch k."""
+        """Return the number of samples in microbatch k."""
         start, stop = self.bounds(k)
         return stop - start
 
     def slots(self, rank: int, size: int, takes_turns: bool = False) -> list[MicrobatchSlot]:
-        """The microbatches that one of `size` ranks runs."""
+        """Return the microbatches that one of `size` ranks runs."""
         return slots_of_rank(self.num_microbatches, rank, size, takes_turns)
 
 
 def slots_of_rank(
     count: int, rank: int, size: int, takes_turns: bool = False
 ) -> list[MicrobatchSlot]:
-    """One rank's balanced part of `count` microbatches, and copies to fill it up.
+    """Return one rank's balanced part of `count` microbatches, and copies to fill it up.
 
     Every rank gets the same number of slots, so that collectives in forward and backward match.
 
@@ -123,18 +124,18 @@ class Schedule:
         if self.global_batch % self.microbatch:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of microbatch "
-                f"{self.microbatch}: change one of them, for microbatches of equal size"
+                f"{self.microbatch}. It must be, because all microbatches have the same size."
             )
         if self.order.n < 1:
-            raise ValueError("the dataset is empty: there is nothing to train on")
+            raise ValueError("the dataset is empty, so there is nothing to train on")
         if self.tail == "drop" and self.order.n < self.global_batch:
             raise ValueError(
                 f"tail='drop' would drop all {self.order.n} samples, fewer than global_batch "
-                f"{self.global_batch}: give another tail, or a smaller global_batch"
+                f"{self.global_batch}. Use tail='short', or lower global_batch."
             )
 
     def arguments(self) -> dict[str, object]:
-        """Return the inputs of the plan, by the loader's argument, to compare over the ranks."""
+        """Return the inputs of the plan, by the loader's argument, to compare between ranks."""
         return self.order.arguments() | {
             "global_batch": self.global_batch,
             "microbatch": self.microbatch,
@@ -143,7 +144,7 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
-        """K, the microbatches of a full step."""
+        """K, the number of microbatches of a full step."""
         return self.global_batch // self.microbatch
 
     @property
@@ -159,16 +160,17 @@ class Schedule:
         """Raise ValueError if a full step has fewer microbatches than `size` ranks."""
         if size > self.num_microbatches:
             most = self.global_batch // size
-            hint = f"a microbatch of at most {most}, or " if most else ""
+            hint = f"lower microbatch to at most {most}, " if most else ""
+            hint += f"raise global_batch to at least {size * self.microbatch}, or use at most "
+            hint += count(self.num_microbatches, "rank")
             raise ValueError(
-                f"global_batch {self.global_batch} / microbatch {self.microbatch} = "
-                f"{self.num_microbatches} microbatches cannot feed {size} data-parallel ranks: "
-                f"give {hint}a global_batch of at least {size * self.microbatch}, or run on at "
-                f"most {self.num_microbatches} ranks"
+                f"global_batch {self.global_batch} / microbatch {self.microbatch} gives "
+                f"{count(self.num_microbatches, 'microbatch', 'microbatches')}, too few for {size} "
+                f"data-parallel ranks: {hint}."
             )
 
     def next_step(self, epoch: int, number: int, consumed: int) -> StepPlan | None:
-        """The step at position `consumed` of an epoch; None at the end of the epoch."""
+        """Return the step at position `consumed` of an epoch; None at the end of the epoch."""
         if self.order.num_blocks is not None:
             cuts = self.order.cuts(consumed, self.num_microbatches)
             if len(cuts) < 2 or (len(cuts) <= self.num_microbatches and self.tail == "drop"):
@@ -181,16 +183,16 @@ class Schedule:
         return StepPlan(epoch, number, consumed, min(stop, n), self.microbatch)
 
     def following(self, step: StepPlan) -> StepPlan | None:
-        """The step after a step; None at the end of its epoch."""
+        """Return the step after a step; None at the end of its epoch."""
         return self.next_step(step.epoch, step.number + 1, step.stop)
 
     def rest(self, step: StepPlan) -> Iterator[StepPlan]:
-        """A step and the following steps of its epoch."""
+        """Yield a step and the following steps of its epoch."""
         current: StepPlan | None = step
         while current is not None:
             yield current
             current = self.following(current)
 
     def ids(self, step: StepPlan, k: int) -> list[int]:
-        """Sample ids of one microbatch."""
+        """Return the sample ids of one microbatch."""
         return self.order.ids(step.epoch, *step.bounds(k)).tolist()

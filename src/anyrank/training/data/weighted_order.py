@@ -54,23 +54,23 @@ class WeightedOrder(Order):
 
 
 def weighted_order(n: int, seed: int, weights: Sequence[float] | torch.Tensor) -> WeightedOrder:
-    """The order of n draws by the weights of n samples.
+    """Return the order of n draws by the weights of n samples.
 
-    In addition to the weights it takes the 8 bytes per sample that the order keeps, and 8 more for
+    Besides the weights it takes the 8 bytes per sample that the order keeps, and 8 more for
     weights that are not a tensor or array of numbers.
 
     Raises:
         TypeError: weights that are not numbers.
-        ValueError: weights that are not n, or negative, not finite, or all zero.
+        ValueError: the number of weights is not n, or they are negative, not finite, or all zero.
     """
     try:
         dtype = None if hasattr(weights, "dtype") else torch.float64
         values = torch.as_tensor(weights, dtype=dtype, device="cpu")
         values.new_zeros(1).to(torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"weights= takes {n} numbers, one for each sample: {error}") from error
+        raise TypeError(f"weights=: expected {n} numbers, one per sample. {error}") from error
     if values.shape != (n,):
-        raise ValueError(f"weights has shape {list(values.shape)}: give {n}, one for each sample")
+        raise ValueError(f"weights= has shape {list(values.shape)}: must be [{n}], one per sample")
     with _one_thread():
         return _order_of(values, seed)
 
@@ -92,7 +92,7 @@ def _order_of(values: torch.Tensor, seed: int) -> WeightedOrder:
     bounds = [torch.stack(_chunk(values, offset).aminmax()) for offset in chunks]
     smallest, largest = float(torch.stack(bounds).min()), float(torch.stack(bounds).max())
     if not (math.isfinite(smallest) and math.isfinite(largest) and smallest >= 0 < largest):
-        raise ValueError("weights must be finite, at least 0, and not all 0")
+        raise ValueError("weights= must be finite, at least 0, and not all 0")
     # Divided before the sum, which might overflow otherwise.
     total = exact_sum(_chunk(values, offset) / largest for offset in chunks)
     ends = torch.empty(n, dtype=torch.int64, device="cpu")
@@ -103,7 +103,7 @@ def _order_of(values: torch.Tensor, seed: int) -> WeightedOrder:
         part_ends = torch.cumsum(parts, 0, out=ends[offset : offset + len(parts)])
         part_ends += carry
         carry = int(part_ends[-1])
-    # The list distinguishes weights by their number, and the sum of a hash of each with its
+    # The digest combines the number of weights with the sum of a hash of each weight and its
     # position.
     digest = derive(str([n, signed(hashes)]), size=4)
     return WeightedOrder(n, seed, True, f"{digest:08x}", ends)
@@ -119,7 +119,7 @@ def _hash_of_parts(parts: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def exact_sum(chunks: Iterable[torch.Tensor]) -> float:
-    """The sum of values from 0 to 1, as `math.fsum` rounds it, whatever the chunks.
+    """Return the sum of values from 0 to 1, as `math.fsum` rounds it, whatever the chunks.
 
     Each value is cut into digits of 30 bits, whose sums are whole numbers.
     """

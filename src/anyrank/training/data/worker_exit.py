@@ -1,6 +1,6 @@
-"""The worker processes of a loader: they outlive a scheduler's SIGTERM, but not their rank.
+"""The worker processes of a loader: they outlive a job scheduler's SIGTERM, but not their rank.
 
-torchrun and schedulers signal all processes of a rank, which still has a step to complete and to
+torchrun and job schedulers signal all processes of a rank, which still must complete a step and
 save, so its workers ignore SIGTERM. They must then be ended explicitly: multiprocessing would send
 one SIGTERM at exit and wait without limit, and nothing would end them if their rank is killed.
 """
@@ -26,7 +26,7 @@ END = signal.SIGRTMAX - 1  # from a rank to its worker; a signal that nothing el
 
 
 class WorkerExit:
-    """Ends a loader's workers when this process ends, even if the loader was collected before.
+    """Ends a loader's workers when this process ends, even if the loader was collected earlier.
 
     A traceback may keep the DataLoader's iterator alive.
     """
@@ -58,12 +58,12 @@ class WorkerExit:
                 self.at_exit = Finalize(None, kill, (self.workers,), exitpriority=0)
             if batches is not None and new:
                 # An error makes a cycle with its frames. When these are collected, torch closes its
-                # queues before it tells the workers to end, and waits for them; they stay.
+                # queues before it tells the workers to end, and waits for them, so they would stay.
                 weakref.finalize(batches, end, new, os.getpid()).atexit = False
 
 
 def kill(workers: list[BaseProcess]) -> None:
-    """End workers at once, when this process ends. Waits for them for at most JOIN_SEC."""
+    """End workers at once, when this process ends. Wait for them for at most JOIN_SEC."""
     with contextlib.suppress(ValueError):  # not in the main thread
         # torch's handler would raise an error because a worker was killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -74,7 +74,7 @@ def kill(workers: list[BaseProcess]) -> None:
 
 
 def end(workers: list[BaseProcess], rank: int) -> None:
-    """Let workers end whose batches nobody can ask for any more.
+    """End workers whose batches can no longer be requested.
 
     Args:
         rank: the process that started them; processes that it forks have the batches object too.

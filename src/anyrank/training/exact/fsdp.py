@@ -54,7 +54,7 @@ class OrderedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Add a microbatch's gradient; in the last round, give the sum of all."""
+        """Add a microbatch's gradient; in the last round, return the sum of all."""
         if self.rounds.number == self.number:
             # The round's first gradient may have been exchanged when a second one comes.
             self.is_repeated = True
@@ -71,7 +71,7 @@ class OrderedReduceScatter:
             output_tensor.zero_()
 
     def exchange(self, term: torch.Tensor, shards: OrderedGroup) -> None:
-        """Add up the round's microbatches, one from each rank; each rank gets its shard. All ranks.
+        """Add the round's microbatches, one from each rank; each rank gets its shard. Collective.
 
         Args:
             term: this rank's gradient, which may be overwritten; not part of a sum if it is a
@@ -100,7 +100,7 @@ class OrderedReduceScatter:
     def across_replicas(
         self, shard_sum: TreeSum, like: torch.Tensor, spans_by_rank: Sequence[Sequence[Span]]
     ) -> TreeSum:
-        """Add up a shard over the ranks that hold the same one, each with a part. All of them.
+        """Add a shard over the ranks that hold the same one, each with a part. Collective.
 
         Args:
             shard_sum: this rank's nodes.
@@ -117,7 +117,7 @@ class OrderedReduceScatter:
         return start_reduce_scatter(padded, like, self.replicas, spans_by_rank)()
 
     def deliver(self, output: torch.Tensor) -> None:
-        """Give FSDP2 the whole sum."""
+        """Pass the whole sum to FSDP2."""
         total = self.kept.total()
         assert total is not None
         self.kept = TreeSum(self.rounds.count)
@@ -133,7 +133,7 @@ class OrderedReduceScatter:
 def unit_groups(
     parameter: Any, count: int, ranks: Ranks
 ) -> tuple[OrderedGroup, OrderedGroup | None]:
-    """The groups over which a unit's gradients are reduced.
+    """Return the groups over which a unit's gradients are reduced.
 
     Args:
         parameter: one of the unit's parameters, a DTensor on a mesh of one or two axes.
@@ -156,7 +156,7 @@ def unit_groups(
 
 
 def reduction_dtype(parameter: Any) -> torch.dtype | None:
-    """The dtype to which FSDP2 rounds a gradient before it is reduced.
+    """Return the dtype to which FSDP2 rounds a gradient before it is reduced.
 
     Args:
         parameter: FSDP2's record of a parameter, from a group's `fsdp_params`.
@@ -175,7 +175,7 @@ def reduction_dtype(parameter: Any) -> torch.dtype | None:
 def installed(
     unit: Any, group: Any, reduction: OrderedReduceScatter
 ) -> Generator[None, None, None]:
-    """Let an FSDP2 module reduce with `reduction`, undivided.
+    """Make an FSDP2 module reduce with `reduction`, undivided.
 
     Args:
         unit: an FSDP2 module.
@@ -205,7 +205,7 @@ def installed(
 
 @contextmanager
 def exchanging(unit: Any) -> Generator[None, None, None]:
-    """Let an FSDP2 module reduce its gradients in every backward; outside it may not do so."""
+    """Make an FSDP2 module reduce its gradients in every backward; outside it must not."""
     before = [
         (group, group.reduce_grads, group.all_reduce_grads) for group in parameter_groups(unit)
     ]
@@ -219,7 +219,7 @@ def exchanging(unit: Any) -> Generator[None, None, None]:
 
 @contextmanager
 def watched(unit: Any, group: Any, reduction: OrderedReduceScatter) -> Generator[None, None, None]:
-    """Record which of a unit's parameters get gradients. All ranks of the unit.
+    """Record which of a unit's parameters get gradients. Collective over the unit's ranks.
 
     Args:
         unit: an FSDP2 module.

@@ -1,7 +1,7 @@
 """The ordered sums of parameters that FSDP2 does not reduce, from their `.grad`.
 
 Each gradient is taken from its parameter as it comes, and added to this rank's sum. After the last
-microbatch the sums are exchanged bucket by bucket, in the same order on all ranks. The totals are
+microbatch the sums are exchanged bucket by bucket, in the same order on every rank. The totals are
 written over the memory of the sums that were sent.
 """
 
@@ -44,10 +44,10 @@ class Bucket:
         self.sums = {name: TreeSum(rounds.count) for name in self.parts}  # this rank's terms
 
     def start(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-        """Start to exchange the sums. All ranks.
+        """Start to exchange the sums. Collective.
 
         Returns:
-            A function that waits for the exchange and gives each parameter's total. All ranks.
+            A function that waits for the exchange and gives each parameter's total. Collective.
         """
         for sum_ in self.sums.values():
             self.rounds.complete(sum_)
@@ -69,7 +69,7 @@ class Bucket:
         return finish
 
     def _flat(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The parameters' values in one tensor, which may be the only one's; zeros for None."""
+        """Return the parameters' values in one tensor, or the only one itself; zeros for None."""
         first = values[0]
         if first is not None and self.sizes == [first.numel(), 0] and first.is_contiguous():
             return first.view(-1)
@@ -83,7 +83,7 @@ class Bucket:
         return flat
 
     def totals(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's sum, on one rank; parameters without a term are left out."""
+        """Yield each parameter's sum, on one rank; parameters without a term are left out."""
         sums, self.sums = self.sums, {}
         for name, sum_ in sums.items():
             self.rounds.complete(sum_)
@@ -96,15 +96,15 @@ class GradientSums:
     """The sums of some parameters of a model, in one pass over a step's microbatches.
 
     Args:
-        parameters: by name; frozen ones too, which must be frozen on all ranks.
+        parameters: by name; frozen ones too, which must be frozen on every rank.
         rounds: the rounds of the step.
         ranks: the data-parallel ranks.
         dtypes: the dtype to which a parameter's sum is rounded, if it is.
 
     Attributes:
-        used: parameters that a microbatch here has used.
+        used: parameters that a microbatch of this rank has used.
         repeated: parameters that got several gradients in a microbatch.
-        late: parameters that were frozen when the pass began, and got gradients.
+        late: parameters that were frozen when the pass started, and got gradients.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class GradientSums:
         self._received: set[str] = set()  # in the current microbatch
 
     def set_earlier_aside(self) -> None:
-        """Take away the gradients from before the pass."""
+        """Remove and keep the gradients from before the pass."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self._earlier[name] = local(parameter.grad)
                 parameter.grad = None
 
     def restore(self) -> None:
-        """Give parameters without a sum the gradients from before the pass, if they had one."""
+        """Restore the gradients from before the pass for parameters without a sum."""
         for name, parameter in self.parameters.items():
             if name in self._earlier:
                 _put(parameter, self._earlier.pop(name))
@@ -153,7 +153,7 @@ class GradientSums:
                 hook.remove()
 
     def begin_microbatch(self) -> None:
-        """Begin a microbatch."""
+        """Start a microbatch."""
         self._received.clear()
 
     def _on_gradient(self, name: str) -> None:
@@ -171,7 +171,7 @@ class GradientSums:
                 self.late.add(name)
             elif name not in self._received:
                 self._add_gradient(name)
-            # A wrapper may give back a gradient that it exchanged after this sum took it.
+            # A wrapper may restore a gradient that it exchanged after this sum took it.
             parameter.grad = None
 
     def _add_gradient(self, name: str) -> None:
@@ -184,7 +184,9 @@ class GradientSums:
             self.rounds.add(self.bucket_of[name].sums[name], _term_of(name, gradient))
 
     def states(self) -> bytes:
-        """Each parameter's state: frozen, without a gradient in its microbatches, or with."""
+        """Return each parameter's state: frozen, without a gradient in its microbatches, or with
+        one.
+        """
         return bytes(
             FROZEN
             if not parameter.requires_grad
@@ -197,7 +199,7 @@ class GradientSums:
     def exchange(self, used: Iterable[str]) -> None:
         """Set the totals of parameters that any rank has `used`, or add them to former gradients.
 
-        All ranks.
+        Collective.
         """
         wanted = set(used)
         for name, total in self._totals():
@@ -220,13 +222,13 @@ class GradientSums:
 
     def _set_gradient(self, name: str, total: torch.Tensor) -> None:
         parameter = self.parameters[name]
-        # On several ranks FSDP2 would give the total in the dtype of its reduction.
+        # On several ranks FSDP2 would return the total in the dtype of its reduction.
         total = total.to(self.dtypes.get(name, total.dtype))
         earlier = self._earlier.pop(name, None)
         if earlier is None:
             like = local(parameter.detach())
             dtype = parameter.grad_dtype or like.dtype
-            # With the strides of the parameter, as autograd would give it.
+            # With the strides of the parameter, as autograd does it.
             fits = total.dtype == dtype and total.stride() == like.stride()
             earlier = total if fits else torch.empty_like(like, dtype=dtype).copy_(total)
         else:

@@ -1,4 +1,4 @@
-"""Collectives that add up in the order of `tree_sum`, whatever the number of ranks.
+"""Collectives that add in the order of `tree_sum`, whatever the number of ranks.
 
 Every rank holds the tree's nodes over its own microbatches. The owner of a shard gets all ranks'
 nodes separately, in one all-to-all, and adds them up in the order of the tree.
@@ -36,7 +36,7 @@ class OrderedGroup:
         return len(self.lines)
 
     def spans(self, spans_by_rank: Sequence[Sequence[Span]]) -> list[list[Span]]:
-        """The nodes of each rank of the group, from those of every data-parallel rank."""
+        """Return the nodes of each rank of the group, from those of every data-parallel rank."""
         return [
             merged(self.count, sorted(span for index in line for span in spans_by_rank[index]))
             for line in self.lines
@@ -49,7 +49,7 @@ def start_reduce_scatter(
     ordered_group: OrderedGroup,
     spans_by_rank: Sequence[Sequence[Span]],
 ) -> Callable[[], TreeSum]:
-    """Begin to add up the nodes of a group's ranks; each gets its shard. All ranks of the group.
+    """Start to add the nodes of a group's ranks; each gets its shard. Collective over the group.
 
     Args:
         own_sum: this rank's nodes; flat tensors of size * shard elements.
@@ -92,7 +92,7 @@ def start_reduce_scatter(
 
 
 def all_gather(shard: torch.Tensor, whole: torch.Tensor, group: Any) -> torch.Tensor:
-    """Fill a tensor with the shards of all ranks of a group. All of them."""
+    """Fill a tensor with the shards of all ranks of a group. Collective over the group."""
     # torch 2.13 renamed it, and warns about the old name.
     names = vars(dist)
     gather = names.get("all_gather_single") or names["all_gather_into_tensor"]

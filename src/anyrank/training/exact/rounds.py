@@ -56,14 +56,14 @@ class Rounds:
         return self._leaves[self.index][self.number]
 
     def begin(self, k: int, is_last: bool) -> None:
-        """The round of a microbatch; one rank alone leaves out those without a sample."""
+        """Start the round of a microbatch; a single rank skips those without a sample."""
         self.number += 1
         while self.leaf is not None and self.leaf < k:
             self.number += 1
         self.is_last = is_last
 
     def unit_spans(self, number: int) -> list[list[Span]]:
-        """The nodes that each rank has for a unit when a round ends, if the ranks take turns."""
+        """Return each rank's nodes of a unit at the end of a round, if the ranks take turns."""
         return self._unit_spans[number]
 
     def add(self, sum_: TreeSum, term: torch.Tensor) -> None:
@@ -85,5 +85,5 @@ def _skip(sum_: TreeSum, leaves: Iterable[int]) -> None:
 
 
 def _spans_of(count: int, leaves: Sequence[int | None]) -> list[Span]:
-    """The nodes over some leaves, in order; None is not a leaf."""
+    """Return the nodes over some leaves, in order; None is not a leaf."""
     return merged(count, (Span(leaf, leaf + 1) for leaf in leaves if leaf is not None))

@@ -45,14 +45,14 @@ log = logging.getLogger("anyrank.exact")
 MAX_SAMPLES = 4  # parameters: a norm scales all, but an embedding's corner may have no gradient
 CORNER = 4  # elements of a sample along each dim
 WARNING = (
-    "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If by "
-    "torch.nn.utils.clip_grad_norm_, the run has other bits on another number of ranks: call "
-    "step.clip_grad_norm_(max_norm) instead. Changes of each element by itself keep the bits"
+    "exact=True: gradients that FSDP2 shards were changed before the optimizer's step. If "
+    "torch.nn.utils.clip_grad_norm_ changed them, results depend on the number of ranks. Call "
+    "step.clip_grad_norm_(max_norm) instead. Elementwise changes are not affected"
 )
 
 
 class ExactRun:
-    """The conditions that a run with exact=True has to keep, beside its data.
+    """The conditions, besides its data, on which a run with exact=True depends.
 
     Attributes:
         record: the conditions: "threads" (intra-op, on each rank), "device" (its type), "cpu"
@@ -74,7 +74,7 @@ class ExactRun:
 
     @contextmanager
     def watching(self, notes: list[str]) -> Generator[None, None, None]:
-        """Run a pass over the data, and judge the optimizers that step in it, for the notes.
+        """Run a pass over the data, and check the optimizers that step in it, for the notes.
 
         Raises:
             ValueError: from an optimizer's step, before it changes anything: its bits depend on
@@ -85,7 +85,7 @@ class ExactRun:
             yield
 
     def see_step(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
-        """Judge an optimizer and its gradients before a step; raises like `watching`."""
+        """Check an optimizer and its gradients before a step; raise like `watching`."""
         if has_stepped:
             return
         notes = self._notes
@@ -105,7 +105,7 @@ class ExactRun:
         is_first: bool,
         notes: list[str],
     ) -> GradientSync:
-        """Open the exchange of a model's gradients for one pass over a step. All ranks.
+        """Open the exchange of a model's gradients for one pass over a step. Collective.
 
         Args:
             model: wrapped or not, or a container of several.
@@ -130,14 +130,14 @@ class ExactRun:
         return ExactSync(model, ranks, group, rounds, is_first, compare, remember)
 
     def begin(self, model: nn.Module, ranks: Ranks, notes: list[str]) -> None:
-        """Check a model before its first step. All data-parallel ranks.
+        """Check a model before its first step. Collective over the data-parallel ranks.
 
-        Differences from the beginning of the run, and conditions that cannot be seen, are noted
+        Differences from the start of the run, and conditions that cannot be checked, are noted
         once.
 
         Raises:
-            ValueError: a part of the model whose results depend on the number of ranks, or another
-                number of threads than the run began with; on all ranks.
+            ValueError: the results of a part of the model depend on the number of ranks, or the
+                number of threads is not the one that the run started with; on every rank.
             CheckpointError: the ranks differ in something that results depend on.
         """
         now = environment(model)
@@ -155,7 +155,8 @@ class ExactRun:
         self.record, self._has_begun = now, True
 
     def _tell(self, note: str, notes: list[str], anywhere: bool = False) -> None:
-        """Note a sentence, once; the first rank logs it, or with `anywhere` each that finds it."""
+        """Record a sentence, once; the first rank logs it, or with `anywhere` each that finds
+        it."""
         if note not in self._noted:
             self._noted.add(note)
             notes.append(note)
@@ -163,7 +164,7 @@ class ExactRun:
                 log.warning("%s", note)
 
     def compare(self, parameters: Iterable[nn.Parameter], notes: list[str]) -> None:
-        """Note, once, that the gradients of parameters were changed since `remember_gradients`."""
+        """Record, once, that parameters' gradients were changed since `remember_gradients`."""
         if WARNING not in self._noted and any(map(self._is_changed, parameters)):
             self._tell(WARNING, notes, anywhere=True)
 
@@ -180,17 +181,17 @@ class ExactRun:
         self._samples = {id(p): _sample_of(p) for p in itertools.islice(some, MAX_SAMPLES)}
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient has changed since remembered, by more than a power of two."""
+        """Return True if a gradient has changed since remembered, by more than a power of two."""
         before = self._samples.get(id(parameter))
         if before is None or parameter.grad is None:
             return False
         return not _is_scaled_by_two(before, _sample_of(parameter))
 
     def _check_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that has parameters of a model and others. One without any may step.
+        """Check that an optimizer has only parameters of a model, or none of any model.
 
         Raises:
-            ValueError: names the parameter by its place in the optimizer.
+            ValueError: it has both; names the parameter by its position in the optimizer.
         """
         numbered = [
             (number, index, parameter)
@@ -203,26 +204,27 @@ class ExactRun:
             number, index, parameter = strangers[0]
             raise ValueError(
                 f"exact=True: parameter {index} of group {number} of the optimizer, of shape "
-                f"{list(parameter.shape)}, is not part of the model that microbatches() got, so "
-                "its gradient is that of this rank's microbatches alone: give microbatches() one "
-                "module that holds both, as nn.ModuleList([model, loss])"
+                f"{list(parameter.shape)}, is not part of the model that was passed to "
+                "microbatches(), so its gradient is only that of this rank's microbatches. Pass "
+                "one module that holds both to microbatches(), such as "
+                "nn.ModuleList([model, loss])."
             )
 
     def check_saved(self, record: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for the record of a run with another number of threads."""
+        """Raise CheckpointError for the record of a run with a different number of threads."""
         check_threads(record, CheckpointError)
 
     def load(self, record: Mapping[str, Any], step: int) -> list[str]:
-        """Continue with the record of a state, empty for one without; return notes."""
+        """Continue with the record of a state, which may be empty; return notes."""
         if not record:
-            note = f"exact=True begins at step {step}: steps before were summed in another order"
+            note = f"exact=True starts at step {step}; earlier steps were summed in another order"
             return [note] if step else []
         self.record, self._has_begun = dict(record), False
         return []
 
 
 def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
-    """Return whether the ranks take turns in a step's microbatches, judged by a pass's first model.
+    """Return True if the ranks take turns in a step's microbatches, by a pass's first model.
 
     FSDP2 reduces gradients in each backward, so with turns a rank keeps only shards of sums. Other
     gradients are exchanged after the last backward, where neighboring microbatches add up most.
@@ -231,7 +233,7 @@ def takes_turns(model: nn.Module, ranks: Ranks) -> bool:
 
 
 def _sample_of(parameter: Any) -> torch.Tensor:
-    """A corner of this rank's part of a parameter's gradient.
+    """Return a corner of this rank's part of a parameter's gradient.
 
     Version counters do not show changes: operations on lists of DTensors leave them as they are.
     """
@@ -240,7 +242,7 @@ def _sample_of(parameter: Any) -> torch.Tensor:
 
 
 def _is_scaled_by_two(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Return whether one power of two scaled all elements, as `GradScaler.unscale_` does."""
+    """Return True if one power of two scaled all elements, as `GradScaler.unscale_` does."""
     if before.shape != now.shape:
         return False
     before, now = (torch.view_as_real(t) if t.is_complex() else t for t in (before, now))

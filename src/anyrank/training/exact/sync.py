@@ -77,8 +77,8 @@ class ExactSync(GradientSync):
                 if not rounds.takes_turns:
                     raise ValueError(
                         "exact=True: the first model of this pass over the data has no FSDP2 "
-                        "units, and this one has: call microbatches() of the FSDP2 model first, "
-                        "or shard both"
+                        "units, but this one has. Call microbatches() of the FSDP2 model first, "
+                        "or shard both."
                     )
                 parameter = unit_group.fsdp_params[0].sharded_param
                 groups = unit_groups(parameter, rounds.count, ranks)
@@ -92,7 +92,7 @@ class ExactSync(GradientSync):
         self.is_unsynced = False
 
     def rounded(self, summed: Mapping[str, nn.Parameter]) -> dict[str, torch.dtype]:
-        """The dtypes to which FSDP2 would round the sums of parameters that are summed here."""
+        """Return the dtypes to which FSDP2 would round the sums of these parameters."""
         dtypes = {
             id(parameter.sharded_param): reduction_dtype(parameter)
             for _, group in self.trainable_units()
@@ -102,7 +102,7 @@ class ExactSync(GradientSync):
         return {name: dtype for name, dtype in rounded.items() if dtype is not None}
 
     def trainable_units(self) -> Iterator[tuple[Any, Any]]:
-        """The FSDP2 modules that train parameters, each with its group of parameters."""
+        """Yield the FSDP2 modules that train parameters, each with its group of parameters."""
         for unit in self.fsdp:
             for group in parameter_groups(unit):
                 if any(param.sharded_param.requires_grad for param in group.fsdp_params):
@@ -110,11 +110,11 @@ class ExactSync(GradientSync):
 
     @contextmanager
     def active(self) -> Generator[None, None, None]:
-        """Run the pass over the microbatches: wrappers reduce as this object says."""
+        """Run the pass over the microbatches: wrappers reduce in the order of this object."""
         with ExitStack() as stack:
             for module in self.ddp:
-                # A forward outside of the pass has prepared DDP to exchange in the next backward,
-                # whatever no_sync() says then.
+                # A forward outside the pass has prepared DDP to reduce in the next backward, even
+                # under no_sync().
                 module.reducer._reset_state()  # pyright: ignore[reportPrivateUsage]
                 stack.enter_context(module.no_sync())
             for module in self.fsdp:
@@ -152,10 +152,10 @@ class ExactSync(GradientSync):
         return replace(record, states=self.sums.states(), used=used, refusal=refusal)
 
     def finish(self, record: StepRecord, factor: float | None) -> None:
-        """Exchange the sums and set them as gradients, then scale all gradients. All ranks."""
+        """Exchange the sums and set them as gradients, then scale all gradients. Collective."""
         self.sums.exchange(used_on_any_rank(self.summed, record))
         for (_, group, reduction), used in zip(self.reductions, record.used, strict=True):
-            # FSDP2 gave zeros to parameters that no microbatch used: without it they have none.
+            # FSDP2 set zeros for parameters that no microbatch used: without it they have none.
             for number, param in enumerate(group.fsdp_params):
                 if number in reduction.without and number not in used:
                     param.sharded_param.grad = None
@@ -165,7 +165,7 @@ class ExactSync(GradientSync):
 
     def check_norm_type(self, norm_type: float) -> None:
         if norm_type not in (1, 2, math.inf):
-            raise ValueError(f"norm_type is {norm_type}: give 1, 2 or inf with exact=True")
+            raise ValueError(f"norm_type={norm_type}: must be 1, 2 or inf with exact=True")
 
     @contextmanager
     def clipping(self) -> Generator[None, None, None]:
@@ -175,39 +175,39 @@ class ExactSync(GradientSync):
         self.remember(parameters)
 
     def refusal(self) -> str | None:
-        """Why this rank's sums of the pass are not exact, and the way out; None if they are."""
+        """The reason why this rank's sums are not exact, with the way out; None if they are."""
         if changed := self.watch.changed():
             return (
-                f"the loop over microbatches() changes {sorted(changed)[:8]}, and each rank has "
-                "the changes of its own microbatches: use a module without such state, as "
-                "LayerNorm for BatchNorm, and update it, or step the optimizer, after the loop"
+                f"the loop over microbatches() changed {sorted(changed)[:8]} on each rank "
+                "differently. Use a module without such state (LayerNorm in place of BatchNorm), "
+                "or update the state, or step the optimizer, after the loop."
             )
         if self.is_unsynced:
             return (
-                "set_requires_gradient_sync(False) was called in the loop over microbatches(), "
-                "so FSDP2 adds up gradients in an order of its own: remove the call, the loop "
-                "exchanges gradients when it has to"
+                "set_requires_gradient_sync(False) was called in the loop over microbatches(), so "
+                "FSDP2 reduces gradients in its own order. Remove the call: the loop reduces "
+                "gradients itself."
             )
         if not all(reduction.is_complete for _, _, reduction in self.reductions):
             return (
-                "an FSDP2 module has gradients in some microbatches, and was not part of the last "
-                "one: run the same modules in every microbatch"
+                "an FSDP2 module has gradients in some microbatches, but was not used in the last "
+                "one. Run the same modules in every microbatch."
             )
         if any(reduction.is_repeated for _, _, reduction in self.reductions):
             return (
-                "an FSDP2 module got gradients more than once in a microbatch: add up the losses "
-                "for one step.backward, and run each module that fully_shard wraps inside of "
-                "another once in it, or wrap the outermost module alone"
+                "an FSDP2 module got gradients more than once in a microbatch. Sum the losses and "
+                "call step.backward once, and call each nested FSDP2 module once per microbatch; "
+                "or apply fully_shard only to the outermost module."
             )
         if self.sums.repeated:
             return (
                 f"{sorted(self.sums.repeated)[:8]} got gradients more than once in a microbatch, "
-                "which is one term of the sum: add up the losses for one step.backward, and "
-                "recompute with use_reentrant=False"
+                "which is one term of the sum. Sum the losses and call step.backward once, and "
+                "recompute with use_reentrant=False."
             )
         if self.sums.late:
             return (
                 f"{sorted(self.sums.late)[:8]} were frozen when the loop over microbatches() "
-                "began, and have gradients now: call requires_grad_() before the loop"
+                "started, and have gradients now. Call requires_grad_() before the loop."
             )
         return None

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _inner_nodes(count: int) -> frozenset[tuple[int, int, int]]:
-    """The inner nodes of the tree over `count` leaves, as (start, middle, stop)."""
+    """Return the inner nodes of the tree over `count` leaves, as (start, middle, stop)."""
     nodes: set[tuple[int, int, int]] = set()
     todo = [(0, count)]
     while todo:
@@ -83,11 +83,11 @@ class TreeSum:
                 self.nodes[number] = (span, value.clone())
 
     def spans(self) -> list[Span]:
-        """The leaves under each node."""
+        """Return the leaves under each node."""
         return [span for span, _ in self.nodes]
 
     def total(self) -> torch.Tensor | None:
-        """The whole sum, without negative zeros; None if there was no term.
+        """Return the whole sum, without negative zeros; None if there was no term.
 
         A missing term and a zero then give the same bits: x + 0 is x, but for x = -0.
         """
@@ -98,14 +98,14 @@ class TreeSum:
 
 
 def added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """left + right, in the memory of one of them."""
+    """Return left + right, in the memory of one of them."""
     if left is None or right is None:
         return right if left is None else left
     return left.add_(right)
 
 
 def merged(count: int, spans: Iterable[Span]) -> list[Span]:
-    """The nodes that remain of some, in order, once they are added up as far as possible."""
+    """Return the nodes that remain, in order, once some are added as far as possible."""
     tree = TreeSum(count)
     for span in spans:
         tree.add(span, None)
@@ -113,12 +113,12 @@ def merged(count: int, spans: Iterable[Span]) -> list[Span]:
 
 
 def ordered(parts: Sequence[TreeSum], count: int) -> TreeSum:
-    """The nodes of several sums as one sum."""
+    """Return the nodes of several sums as one sum."""
     tree = TreeSum(count)
     tree.extend(sorted((node for part in parts for node in part.nodes), key=_first_leaf))
     return tree
 
 
 def _first_leaf(node: tuple[Span, torch.Tensor | None]) -> int:
-    """The position of a node in the order."""
+    """Return the position of a node in the order."""
     return node[0].start

@@ -1,6 +1,6 @@
 """Gradients that are exchanged together: one collective for many small tensors.
 
-A bucket is exchanged as one flat tensor; a gradient that fills one alone is not copied.
+A bucket is exchanged as one flat tensor; a gradient that fills one by itself is not copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from anyrank.tensors.torch_classes import is_dtensor
 
 BUCKET_BYTES = 4 << 20  # gradients that are exchanged together
-MAX_STARTED = 2  # buckets in flight, each in two copies or more
+MAX_STARTED = 2  # pending buckets, each in two copies or more
 
 
 def buckets(
@@ -24,7 +24,7 @@ def buckets(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     nbytes: int = BUCKET_BYTES,
 ) -> Iterator[list[str]]:
-    """The names of trained parameters in each bucket, in the order of the backward.
+    """Yield the names of trained parameters in each bucket, in the order of the backward.
 
     Args:
         parameters: by name, in the order of the forward.
@@ -41,7 +41,7 @@ def buckets(
         size = 0
         for name in members:
             grad_bytes = local(parameters[name]).numel() * dtype.itemsize
-            if grad_bytes >= nbytes:  # alone, it is exchanged without a copy
+            if grad_bytes >= nbytes:  # by itself, it is exchanged without a copy
                 yield [name]
                 continue
             names.append(name)
@@ -54,10 +54,10 @@ def buckets(
 
 
 def average(parameters: Mapping[str, nn.Parameter], size: int, group: Any) -> None:
-    """Average the gradients of parameters, which all have one, in place. All ranks of the group.
+    """Average the gradients of parameters, which all have one, in place. Collective over the group.
 
     Args:
-        parameters: the same on all ranks.
+        parameters: the same on every rank.
         size: number of ranks.
         group: their process group.
     """
@@ -78,7 +78,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _start_average(parts: list[torch.Tensor], size: int, group: Any) -> Callable[[], None]:
-    """Begin to average some gradients; return a function that waits and writes them back."""
+    """Start to average some gradients; return a function that waits and writes them back."""
     first = parts[0]
     is_flat = len(parts) == 1 and (first.layout != torch.strided or first.is_contiguous())
     flat = first if is_flat else torch.cat([part.reshape(-1) for part in parts])
@@ -96,5 +96,5 @@ def _start_average(parts: list[torch.Tensor], size: int, group: Any) -> Callable
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
+    """Return this rank's part of a DTensor, or the tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor

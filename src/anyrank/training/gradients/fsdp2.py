@@ -1,8 +1,9 @@
-"""Facts about FSDP2 that the exchange of gradients needs and torch has no public way to ask for.
+"""Facts about FSDP2 that the exchange of gradients needs and torch has no public way to read.
 
 An FSDP2 module keeps its parameters in groups; a group is gathered, and its gradients are reduced,
 as one. The names used here are compared with the installed torch before a model's first step, so
-that another version gives one error on every rank, not an AttributeError in the middle of a step.
+that a different version gives one error on every rank, not an AttributeError in the middle of a
+step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ PARAMETER_NAMES = ("mp_policy", "sharded_param", "unsharded_accumulated_grad")
 
 
 def parameter_groups(module: Any) -> Sequence[Any]:
-    """The parameter groups of an FSDP2 module, each exchanged together.
+    """Return the parameter groups of an FSDP2 module, each exchanged together.
 
     Raises:
-        RuntimeError: this torch keeps them elsewhere; names its version.
+        RuntimeError: this torch keeps them elsewhere; the error names its version.
     """
     state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -42,10 +43,10 @@ def parameter_groups(module: Any) -> Sequence[Any]:
 
 
 def check_names(modules: Sequence[Any], is_exact: bool) -> None:
-    """Refuse a torch whose FSDP2 lacks a name that steps read. No collective.
+    """Check that torch's FSDP2 has the names that steps read. Does not communicate.
 
     Args:
-        modules: the FSDP2 modules of a model; the first one that has parameters answers for all.
+        modules: the FSDP2 modules of a model; the first one with parameters stands for all.
         is_exact: whether the names that exact=True reads of a group are needed too.
 
     Raises:
@@ -54,10 +55,9 @@ def check_names(modules: Sequence[Any], is_exact: bool) -> None:
     """
     if modules and is_exact and not hasattr(fsdp2_class(), "set_reduce_scatter_unused_params"):
         raise RuntimeError(
-            "exact=True under FSDP2 needs torch 2.13 or newer, because FSDP2 leaves out the "
-            "gradients of unused parameters before; this is torch "
-            f"{torch.__version__}: use "
-            "DistributedDataParallel, or exact=False"
+            "exact=True under FSDP2 needs torch 2.13 or newer, because earlier versions of FSDP2 "
+            "drop the gradients of unused parameters; this is torch "
+            f"{torch.__version__}. Use DistributedDataParallel, or exact=False."
         )
     group = next((group for module in modules for group in parameter_groups(module)), None)
     if group is None:
@@ -74,15 +74,15 @@ def check_names(modules: Sequence[Any], is_exact: bool) -> None:
 
 
 def _unknown_torch(owner: str, name: str) -> RuntimeError:
-    """The error for a torch without a private name that anyrank needs."""
+    """Return the error for a torch without a private name that anyrank needs."""
     return RuntimeError(
-        f"torch {torch.__version__} has no {owner}.{name}, which anyrank needs for FSDP2: install "
-        "a torch version that the table of support in anyrank's README names"
+        f"torch {torch.__version__} has no {owner}.{name}, which anyrank needs for FSDP2. Install "
+        "a torch version listed in the support table of anyrank's README."
     )
 
 
 def drop_accumulated(module: Any) -> None:
-    """Drop gradients that an FSDP2 module has added up and not exchanged.
+    """Drop gradients that an FSDP2 module has added up and not reduced.
 
     They are stored beside the gradients that `zero_grad` resets, and would be part of the next
     step.

@@ -22,11 +22,11 @@ SLAB = 1 << 22  # elements that are converted at a time
 BITS = 60  # for the largest power
 LIMB_BITS = 20  # of each summed part: no overflow below 2**43 elements
 SMALLEST_EXPONENT = -1000  # smaller elements count as 0
-EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+EPS = 1e-6  # the value in torch.nn.utils.clip_grad_norm_
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of a dtype are added up: at least float32."""
+    """Return the dtype in which gradients of a dtype are added up: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -45,19 +45,19 @@ class _ShardedGradients:
     parts: list[torch.Tensor]
 
     def device(self) -> torch.device:
-        """The device type on which the mesh communicates."""
+        """Return the device type on which the mesh communicates."""
         kind = self.parts[0].device if self.mesh is None else self.mesh.device_type
         return torch.device(kind)
 
     def reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
-        """Reduce values over all parts. All ranks of the mesh."""
+        """Reduce values over all parts. Collective over the mesh."""
         for axis in self.axes:
             dist.all_reduce(values, op=op, group=self.mesh.get_group(axis))
         return values
 
 
 def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
-    """The gradients' local parts, by their sharding; in the same order on all ranks."""
+    """Return the gradients' local parts, by their sharding; in the same order on every rank."""
     groups: dict[Any, _ShardedGradients] = {}
     for gradient in gradients:
         mesh, axes, part = None, (), gradient
@@ -79,14 +79,14 @@ def _by_sharding(gradients: Iterable[torch.Tensor]) -> list[_ShardedGradients]:
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
-    """The norm of all gradients as one vector. All ranks that share them.
+    """Return the norm of all gradients as one vector. Collective over the ranks that share them.
 
     Args:
         gradients: whole tensors, or DTensors on any meshes.
         norm_type: at least 1, or inf.
 
     Returns:
-        The same value on all ranks; inf or nan if an element is.
+        The same value on every rank; inf or nan if an element is.
     """
     groups = _by_sharding(gradients)
     extremes = [_largest_element(group) for group in groups]
@@ -103,7 +103,9 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
 
 
 def _largest_element(group: _ShardedGradients) -> tuple[float, float]:
-    """Return whether an element is nan (0 or 1), and the largest of the others. All mesh ranks."""
+    """Return whether an element is nan (0 or 1), and the largest of the others. Collective over the
+    mesh.
+    """
     norms = [
         torch.linalg.vector_norm(part, math.inf).double().to(group.device())
         for part in group.parts
@@ -119,7 +121,9 @@ def _largest_element(group: _ShardedGradients) -> tuple[float, float]:
 
 
 def _sum_of_powers(group: _ShardedGradients, exponent: int, norm_type: float) -> int:
-    """The sum of |x / 2**exponent|**norm_type, in units of 2**-BITS. All ranks of the mesh."""
+    """Return the sum of |x / 2**exponent|**norm_type, in units of 2**-BITS. Collective over the
+    mesh.
+    """
     limbs = torch.zeros(3, dtype=torch.int64, device=group.device())
     mask = (1 << LIMB_BITS) - 1
     for part in group.parts:
@@ -141,7 +145,8 @@ def _sum_of_powers(group: _ShardedGradients, exponent: int, norm_type: float) ->
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float, is_finite: bool
 ) -> torch.Tensor:
-    """Scale gradients so that their norm is at most `max_norm`. All ranks that share them.
+    """Scale gradients so that their norm is at most `max_norm`. Collective over the ranks that
+    share them.
 
     Args:
         parameters: those without a gradient are left out.
@@ -153,14 +158,14 @@ def clip_gradients(
         The norm before scaling, 0-d, on the CPU.
 
     Raises:
-        RuntimeError: the norm is not finite; raised on all ranks, and nothing is scaled.
+        RuntimeError: the norm is not finite; raised on every rank, and nothing is scaled.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(gradients, norm_type)
     if is_finite and not math.isfinite(norm):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {norm}: look at the loss and the "
-            "data of this step, or pass error_if_nonfinite=False to scale them anyway"
+            f"the gradient norm (order {norm_type}) is {norm}. Check the loss and the data of this "
+            "step, or pass error_if_nonfinite=False to clip anyway."
         )
     factor = max_norm / (norm + EPS)
     if not factor >= 1:  # nan too, as in torch

@@ -59,7 +59,7 @@ class GradientSync:
         self.modules = dict(model.named_modules())
         kinds = [*self.modules.values()]
         if any(is_fsdp1(module) for module in kinds):
-            raise TypeError("the model holds FSDP1 modules: shard it with fully_shard (FSDP2)")
+            raise TypeError("the model has FSDP1 modules. Shard it with fully_shard (FSDP2).")
         self.ddp = [module for module in kinds if isinstance(module, DistributedDataParallel)]
         self.fsdp = [module for module in kinds if is_fsdp2(module)]
         if self.fsdp:
@@ -67,7 +67,7 @@ class GradientSync:
         reshard(self.fsdp)
         self.named = _parameters_of(self.modules)
         self.parameters = [param for param in self.named.values() if param.requires_grad]
-        # By its own names: a container may hold a wrapped module under another name, too.
+        # By its own names: a container may also hold a wrapped module under another name.
         inner = [(module, dict(module.module.named_parameters())) for module in self.ddp]
         wrapped = {id(param) for _, named in inner for param in named.values()}
         if self.fsdp:
@@ -94,9 +94,9 @@ class GradientSync:
         for number in [group.size() for group in groups]:
             if number % self.ranks.size:
                 raise ValueError(
-                    f"the model averages gradients over {count(number, 'rank')}, and the data is "
-                    f"divided among {self.ranks.size}: give the loader the model's data-parallel "
-                    "process_group"
+                    f"the model averages gradients over {count(number, 'rank')}, but the loader "
+                    f"divides the data among {self.ranks.size}. Pass the model's data-parallel "
+                    "group to the loader: ElasticLoader(process_group=...)."
                 )
 
     def _check_meshes(self) -> None:
@@ -104,9 +104,9 @@ class GradientSync:
         for mesh in {param.device_mesh for param in trainable if is_dtensor(param)}:
             if len(set(mesh.mesh.flatten().tolist()).intersection(self.ranks.ranks)) > 1:
                 raise ValueError(
-                    f"parameters are sharded over {mesh}, whose ranks need the same data, and "
-                    f"ranks {self.ranks.ranks} get different data: give the loader the model's "
-                    "data-parallel process_group"
+                    f"parameters are sharded over {mesh}, whose ranks need the same data, but "
+                    f"ranks {self.ranks.ranks} get different data. Pass the model's data-parallel "
+                    "group to the loader: ElasticLoader(process_group=...)."
                 )
 
     @contextmanager
@@ -134,7 +134,7 @@ class GradientSync:
             module.set_requires_gradient_sync(is_on, recurse=False)
 
     def drop_gradients(self) -> None:
-        """Drop the rest of an earlier try at the step."""
+        """Drop the remains of an earlier attempt at the step."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -145,7 +145,7 @@ class GradientSync:
                 drop_accumulated(module)
 
     def values(self) -> dict[str, str]:
-        """Shape and hash of each parameter that no wrapper keeps equal."""
+        """Return the shape and hash of each parameter that no wrapper keeps the same."""
         alone = {
             name: parameter
             for name, parameter in self.summed.items()
@@ -154,7 +154,7 @@ class GradientSync:
         return {n: f"{list(p.shape)} {content_hash(local(p))}" for n, p in alone.items()}
 
     def has_gradients(self) -> bool:
-        """Return whether any gradient on this rank is not zero."""
+        """Return True if any gradient on this rank is not zero."""
         return any(map(squares, self.parameters))
 
     def complete(self, record: StepRecord, is_first: bool) -> StepRecord:
@@ -179,11 +179,13 @@ class GradientSync:
         )
 
     def states(self) -> bytes:
-        """The state of each parameter summed here: frozen, without a gradient, or with one."""
+        """Return the state of each parameter summed here: frozen, without a gradient, or with
+        it."""
         return bytes(map(_state_of, self.summed.values()))
 
     def finish(self, record: StepRecord, factor: float | None) -> None:
-        """Scale all gradients, and average those that no wrapper averages. All data-parallel ranks.
+        """Scale all gradients, and average those that no wrapper averages. Collective over the
+        data-parallel ranks.
 
         Args:
             record: record of all ranks.
@@ -201,9 +203,9 @@ class GradientSync:
             average(used, self.ranks.size, self.group)
 
     def check_norm_type(self, norm_type: float) -> None:
-        """Refuse a norm by which gradients cannot be clipped; raises ValueError."""
+        """Check that gradients can be clipped by a norm; raise ValueError otherwise."""
         if not norm_type >= 1:
-            raise ValueError(f"norm_type is {norm_type}: give at least 1, or inf")
+            raise ValueError(f"norm_type={norm_type}: must be at least 1, or inf")
 
     @contextmanager
     def clipping(self) -> Generator[None, None, None]:
@@ -219,7 +221,7 @@ class GradientSync:
 
 
 def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of known modules as `named_parameters` gives them: each by its first name."""
+    """Return the parameters of known modules like `named_parameters`: each by its first name."""
     names: dict[nn.Parameter, str] = {}
     for prefix, module in modules.items():
         for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -230,8 +232,8 @@ def _parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 def used_on_any_rank(
     summed: Mapping[str, nn.Parameter], record: StepRecord
 ) -> dict[str, nn.Parameter]:
-    """The parameters that have a gradient on some rank."""
-    assert record.states is not None  # `judge` has refused it
+    """Return the parameters that have a gradient on some rank."""
+    assert record.states is not None  # otherwise `judge` has raised
     rows = zip(summed.items(), record.states, strict=True)
     return {name: parameter for (name, parameter), state in rows if state == GRADIENT}
 
@@ -243,7 +245,7 @@ def _state_of(parameter: nn.Parameter) -> int:
 
 
 def squares(parameter: nn.Parameter) -> float:
-    """Sum of the squares of a parameter's gradient on this rank; 0 if there is none."""
+    """Return the sum of the squares of a parameter's gradient on this rank; 0 if there is none."""
     if parameter.grad is None:
         return 0.0
     grad = local(parameter.grad)

@@ -28,7 +28,7 @@ class Source(Protocol):
     """A source of random numbers."""
 
     def get(self) -> Any:
-        """Its state, in its owner's own form."""
+        """Return its state, in its owner's own form."""
         ...
 
     def put(self, state: Any) -> None:
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class ProcessGenerator(Source, Protocol):
-    """A source of random numbers of which each process has one.
+    """A source of random numbers that exists once per process.
 
     Attributes:
         name: its name in checkpoints and reports.
@@ -48,25 +48,25 @@ class ProcessGenerator(Source, Protocol):
     algorithm: str
 
     def seed(self, number: int) -> None:
-        """Start anew from a 64-bit number."""
+        """Restart from a 64-bit number."""
         ...
 
     def to_json(self, state: Any) -> Any:
-        """A state as JSON."""
+        """Return a state as JSON."""
         ...
 
     def from_json(self, value: Any) -> Any:
-        """The inverse of `to_json`; raises a built-in exception for anything else."""
+        """Read a state from the form of `to_json`; raise a built-in exception for anything else."""
         ...
 
 
 def _as_text(data: Any) -> str:
-    """Bytes in base64: as numbers they would fill a manifest with lines."""
+    """Return bytes in base64: as numbers they would fill a manifest with lines."""
     return base64.b64encode(data).decode()
 
 
 class PythonGenerator:
-    """The `random` module's own generator, or one that a user made."""
+    """The global generator of the `random` module, or one that a user made."""
 
     name, algorithm = "python", "mt19937"
 
@@ -119,7 +119,7 @@ class NumpyGenerator:
     def from_json(self, value: Any) -> Any:
         words, position, has_gauss, gauss = value
         if not 0 <= position <= MT_WORDS:
-            raise ValueError("not a state of mt19937")  # numpy itself would read outside of it
+            raise ValueError("not a state of mt19937")  # numpy would read beyond the state
         state = ("MT19937", array("I", base64.b64decode(words)), position, has_gauss, gauss)
         sys.modules["numpy"].random.RandomState().set_state(state)  # raises if it is not a state
         return state
@@ -165,7 +165,7 @@ class _DeviceGenerator(_StateOfTorch):
     def __init__(self, device: torch.device) -> None:
         super().__init__("device", device)
         self.module: Any = torch.get_device_module(device)
-        # MPS has one device only, which takes no number
+        # MPS has only one device, which takes no number
         self.where = () if device.type == "mps" else (device,)
 
     def get(self) -> Any:
@@ -178,12 +178,14 @@ class _DeviceGenerator(_StateOfTorch):
         self.put(torch.Generator(self.device).manual_seed(number).get_state())
 
 
-# Made once, because a microbatch asks for them twice.
+# Made once, because each microbatch needs them twice.
 _PYTHON, _TORCH = PythonGenerator(), TorchGenerator("torch", torch.default_generator)
 
 
 def ambient(devices: Sequence[torch.device] = ()) -> list[ProcessGenerator]:
-    """The process's generators: Python's, numpy's if loaded, torch's on the CPU and `devices`."""
+    """Return the process's global generators: Python's, numpy's if loaded, torch's on the CPU and
+    `devices`.
+    """
     generators: list[ProcessGenerator] = [_PYTHON]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
@@ -193,22 +195,22 @@ def ambient(devices: Sequence[torch.device] = ()) -> list[ProcessGenerator]:
 
 
 def own_accelerator() -> list[torch.device]:
-    """The rank's own accelerator if the process already uses it, else nothing."""
+    """Return the rank's own accelerator if the process already uses it, else nothing."""
     try:
         device = rank_device()
-    except RankError:  # ranks that share devices have none of their own
+    except RankError:  # ranks that share devices do not own one
         return []
     return [device] if is_in_use(device) else []
 
 
 def accelerators_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.device]:
-    """The accelerators that a model with these parameters computes on, and the rank's own."""
+    """Return the accelerators on which a model with these parameters computes, and the rank's."""
     devices = {parameter.device for parameter in parameters}
     return sorted({*filter(is_in_use, devices), *own_accelerator()}, key=str)
 
 
 def is_in_use(device: torch.device) -> bool:
-    """Return whether a device is an accelerator that this process has initialized.
+    """Return True if a device is an accelerator that this process has initialized.
 
     Initializes nothing.
     """
@@ -220,7 +222,7 @@ def is_in_use(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(number: int, devices: Sequence[torch.device] = ()) -> Generator[None, None, None]:
-    """Run a block under generators that depend only on a 64-bit number, then continue as before."""
+    """Run a block with generators that depend only on a 64-bit number, then restore the former."""
     with kept(devices):
         reseed(number, devices)
         yield
@@ -246,5 +248,5 @@ def reseed(number: int, devices: Sequence[torch.device] = ()) -> None:
 
 @functools.cache
 def _salt(name: str) -> int:
-    """A number that tells the seed of one generator from those of the others."""
+    """Return a number that makes the seed of one generator different from those of the others."""
     return derive(name)

@@ -1,9 +1,9 @@
-"""Random generators in a checkpoint: exact on the same ranks, derived where the ranks changed.
+"""Random generators in a checkpoint: exact on the same ranks, derived if the ranks changed.
 
-A generator continues exactly on the same ranks, and if it was equal on all ranks. Otherwise new
+A generator continues exactly on the same ranks, and if it was the same on every rank. Otherwise new
 generators are derived, which no rank has drawn from: one for each data index if the ranks with the
 same data had the same generator, otherwise one for each rank. The states are JSON: in the manifest
-if all ranks had the same, otherwise in each rank's own file. Nothing here communicates.
+if they were the same on every rank, otherwise in each rank's own file. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anyrank.training.random_state.generators import (
     own_accelerator,
 )
 
-Scope = Literal["global", "dp", "rank"]  # equal on all ranks, on those with the same data, on none
+Scope = Literal["global", "dp", "rank"]  # the ranks with the same state: all, by data, or none
 GeneratorState = dict[str, Any]  # the `algorithm` of a generator and its `state`, as JSON
 
 
@@ -35,7 +35,7 @@ class RankCoords:
     Attributes:
         rank: global rank.
         world_size: the number of ranks.
-        data_index: the data-parallel coordinate; equal on ranks with the same data.
+        data_index: the data-parallel coordinate; the same on ranks with the same data.
         data_size: the number of data-parallel coordinates.
     """
 
@@ -67,7 +67,7 @@ class SavedGenerators:
     Attributes:
         coords: coordinates of every rank that saved, in the order of ranks.
         scopes: generator -> which of these ranks had the same state.
-        shared: generator -> state, if all ranks had the same.
+        shared: generator -> state, if it was the same on every rank.
         own_states: generator -> state otherwise, on the rank whose state this rank restores.
         unused: generators that no rank had drawn from or seeded since its state was made.
     """
@@ -80,7 +80,7 @@ class SavedGenerators:
 
     @property
     def states(self) -> dict[str, GeneratorState]:
-        """ProcessGenerator -> state on the rank that this one continues from."""
+        """Return generator -> state on the rank that this one continues from."""
         return {**self.shared, **self.own_states}
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class SavedGenerators:
 def from_json(
     entries: Mapping[str, Any], own_states: Mapping[str, GeneratorState]
 ) -> SavedGenerators:
-    """The inverse of `SavedGenerators.to_json`; raises a built-in exception for other entries."""
+    """Read what `SavedGenerators.to_json` returns; raise a built-in exception for anything else."""
     rows = entries["data"]
     coords = [RankCoords(rank, len(rows), *row) for rank, row in enumerate(rows)]
     scopes = dict(entries["scopes"])
@@ -110,7 +110,7 @@ def from_json(
 def scopes_of(
     coords: Sequence[RankCoords], digests: Sequence[Mapping[str, str]]
 ) -> dict[str, Scope]:
-    """ProcessGenerator -> which of several ranks have it alike.
+    """Return generator -> which of several ranks had the same state.
 
     Args:
         coords: coordinates of each rank.
@@ -132,7 +132,7 @@ def _scope(data: Sequence[int], states: Sequence[str | None]) -> Scope:
 
 
 def generators_here(generators: Mapping[str, torch.Generator]) -> list[ProcessGenerator]:
-    """The generators of this rank: ambient ones, its own accelerator's, the user's generators."""
+    """Return the generators of this rank: global ones, its accelerator's, and the user's."""
     users = [
         TorchGenerator(f"generator.{name}", generator) for name, generator in generators.items()
     ]
@@ -140,7 +140,7 @@ def generators_here(generators: Mapping[str, torch.Generator]) -> list[ProcessGe
 
 
 def capture(generators: Mapping[str, torch.Generator]) -> dict[str, GeneratorState]:
-    """Return generator -> its present state on this rank.
+    """Return generator -> its current state on this rank.
 
     Args:
         generators: name -> the user's own generators.
@@ -155,22 +155,22 @@ def capture(generators: Mapping[str, torch.Generator]) -> dict[str, GeneratorSta
 
 
 def undrawn(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Generators whose digests have not changed: each process has ambient ones, used or not."""
+    """Return the generators whose digests have not changed: the global ones may be unused."""
     return [name for name in now if before.get(name) == now[name]]
 
 
 def digest_of(state: GeneratorState) -> str:
-    """A hash that only equal states share."""
+    """Return a hash that only equal states share."""
     return blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
 
 
 def digests_of(states: Mapping[str, GeneratorState]) -> dict[str, str]:
-    """ProcessGenerator -> digest of its state."""
+    """Return generator -> digest of its state."""
     return {name: digest_of(state) for name, state in states.items()}
 
 
 def coordinate(scope: Scope, coords: RankCoords) -> tuple[str, int]:
-    """A value that is equal on ranks that share a derived generator, and differs on all others."""
+    """Return a value that is the same only on ranks that share a derived generator."""
     return ("dp", coords.data_index) if scope == "dp" else ("rank", coords.rank)
 
 
@@ -182,7 +182,7 @@ def restore(
     samples: int,
     generators: Mapping[str, torch.Generator],
 ) -> dict[str, GeneratorOutcome]:
-    """Set this rank's generators, exactly or derived. No collectives.
+    """Set this rank's generators, exactly or derived. Does not communicate.
 
     Args:
         saved: the generators of all ranks that saved.
@@ -192,7 +192,7 @@ def restore(
         generators: name -> the user's own generators.
 
     Returns:
-        ProcessGenerator -> outcome. "skipped" are saved generators that this process does not have.
+        Generator -> outcome. "skipped" are saved generators that this process does not have.
     """
     outcomes: dict[str, GeneratorOutcome] = {}
     states: list[tuple[ProcessGenerator, Any]] = []
@@ -211,7 +211,7 @@ def restore(
         else:
             generator.seed(state)
     for name in saved.scopes.keys() - outcomes.keys():
-        outcomes[name] = GeneratorOutcome("skipped", "it was saved and is not in use here")
+        outcomes[name] = GeneratorOutcome("skipped", "it was saved but is not used by this process")
     return outcomes
 
 
@@ -223,7 +223,7 @@ def derive_all(
     generators: Mapping[str, torch.Generator],
     reason: str,
 ) -> dict[str, GeneratorOutcome]:
-    """Seed all of this rank's generators from the run's seed, each rank its own. No collectives."""
+    """Seed this rank's generators from the run's seed and the rank. Does not communicate."""
     outcomes: dict[str, GeneratorOutcome] = {}
     for generator in generators_here(generators):
         generator.seed(derive(seed, generator.name, *coordinate("rank", coords), samples))
@@ -234,13 +234,13 @@ def derive_all(
 def _choose(
     generator: ProcessGenerator, saved: SavedGenerators, coords: RankCoords
 ) -> tuple[Any, GeneratorOutcome]:
-    """The state to restore and the reason, or None and why a new one has to be derived."""
+    """Return the state to restore and the reason, or None and why a new one must be derived."""
     is_known = coords in saved.coords
     states = saved.states
     if generator.name not in states:
         return None, GeneratorOutcome("derived", "it was not saved")
     if saved.scopes.get(generator.name) == "global":
-        return _readable(generator, states[generator.name], "equal on all ranks")
+        return _readable(generator, states[generator.name], "the same on every rank")
     if is_known:
         return _readable(generator, states[generator.name], "same ranks")
     fewer = coords.rank >= len(saved.coords)
@@ -251,11 +251,12 @@ def _choose(
 def _readable(
     generator: ProcessGenerator, saved: GeneratorState, why: str
 ) -> tuple[Any, GeneratorOutcome]:
-    """A saved state in the generator's own form, exact for this reason; or why it cannot be."""
+    """Return a saved state in the generator's own form, with this reason; or None and the
+    problem."""
     try:
         if (algorithm := saved["algorithm"]) != generator.algorithm:
             reason = f"saved as {algorithm}, now {generator.algorithm}"
             return None, GeneratorOutcome("derived", reason)
         return generator.from_json(saved["state"]), GeneratorOutcome("exact", why)
     except (ValueError, TypeError, RuntimeError, OverflowError, LookupError):
-        return None, GeneratorOutcome("derived", "saved by another version, or damaged")
+        return None, GeneratorOutcome("derived", "saved by another version, or corrupt")

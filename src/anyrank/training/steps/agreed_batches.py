@@ -23,8 +23,8 @@ class Fetcher:
 
     Attributes:
         fetch: returns the batch of a slot.
-        report: what the other ranks have to know of some batches that were fetched.
-        learn: takes what all ranks have reported.
+        report: returns what the other ranks must know about fetched batches.
+        learn: takes the reports of all ranks.
     """
 
     fetch: Callable[[MicrobatchSlot], FetchedBatch]
@@ -36,9 +36,9 @@ class Ahead(NamedTuple):
     """The report of ranks on batches that they have fetched for the next step.
 
     Attributes:
-        failures: why ranks could not, the first few, and whose they are.
+        failures: the reasons of ranks that could not, the first few, with the ranks.
         failed: how many could not.
-        report: what the others have to know of the batches.
+        report: what the others must know about the batches.
     """
 
     failures: dict[Failure, FirstRanks]
@@ -46,7 +46,7 @@ class Ahead(NamedTuple):
     report: list[Any]
 
     def join(self, others: Ahead) -> Ahead:
-        """Merge what ranks say."""
+        """Merge the reports of ranks."""
         failures = join_first(self.failures, others.failures)
         return Ahead(failures, self.failed + others.failed, self.report + others.report)
 
@@ -68,7 +68,7 @@ class OwnBatches:
         self._batches: list[FetchedBatch] = []
         self._is_learned = False
         self._cause: Exception | None = None
-        # Raises if any rank has failed, or returns what all have reported.
+        # Raises if any rank has failed, or returns the reports of all.
         self._wait: Callable[[], list[Any]] | None = None
         self._learn, self.report = fetcher.learn, list[Any]()
         try:
@@ -84,11 +84,11 @@ class OwnBatches:
         return Ahead({as_failure(self._cause): FirstRanks((rank,), 1)}, 1, [])
 
     def tell(self, ranks: Ranks) -> None:
-        """Tell the others, without a wait, whether this rank could fetch them. All ranks."""
+        """Send to the others, without waiting, whether this rank could fetch them. Collective."""
         self._wait = ranks.start_reduce(WHAT, self._cause, self.report, operator.add)
 
     def learn(self, ranks: Ranks, ahead: Ahead) -> None:
-        """The ranks, of which others may have other loaders, have told each other."""
+        """Record what the ranks reported; other ranks may use other loaders."""
 
         def wait() -> list[Any]:
             if self._cause is not None and ranks.size == 1:
@@ -101,11 +101,11 @@ class OwnBatches:
         self._wait = wait
 
     def settle(self, ranks: Ranks) -> None:
-        """Wait until all ranks have theirs, and learn what they report. All ranks.
+        """Wait until every rank has its batches, and record the reports. Collective.
 
         Raises:
-            Exception: in one process, what the fetch raised; on several ranks an AnyrankError as
-                from `Ranks.run`, with the exception of each rank.
+            Exception: in one process, the exception of the fetch; on several ranks an AnyrankError
+                like that of `Ranks.run`, with the exception of each rank.
         """
         if self._is_learned:
             return
@@ -116,7 +116,7 @@ class OwnBatches:
         self._is_learned = True
 
     def take(self, ranks: Ranks) -> list[FetchedBatch]:
-        """The batches, once; raises like `settle`. All ranks."""
+        """Return the batches, once; raises like `settle`. Collective."""
         self.settle(ranks)
         batches, self._batches = self._batches, []  # else this object would keep their memory
         return batches
@@ -133,17 +133,17 @@ def one_ahead(
     slots: Sequence[MicrobatchSlot],
     first: OwnBatches | None = None,
 ) -> Iterator[tuple[MicrobatchSlot, FetchedBatch, bool]]:
-    """The slots and batches of a step, and whether each is the last. All ranks.
+    """Yield the slots and batches of a step, and whether each is the last. Collective.
 
-    A batch comes once all ranks have theirs. After the first ones, the next is fetched before one
-    is returned, and the ranks agree on it while the caller works. One rank alone leaves out
-    microbatches without a sample, which several run as copies, since all run as many.
+    A batch is yielded once every rank has its own. After the first ones, the next is fetched before
+    one is yielded, and the ranks agree on it while the caller works. A single rank skips
+    microbatches without a sample, which several ranks run as copies, because all run as many.
 
     Args:
         ranks: the ranks that have the step.
         fetcher: the step's fetcher.
         slots: the step's slots on this rank, at least one.
-        first: the first batches, if they were fetched before.
+        first: the first batches, if they were already fetched.
 
     Raises:
         Exception: as for `OwnBatches.take`.
@@ -155,7 +155,7 @@ def one_ahead(
     *batches, last = first.take(ranks)
     for slot, batch in zip(slots, batches, strict=False):
         yield slot, batch, False
-    del batches  # else their memory stays until the end
+    del batches  # otherwise their memory would stay until the end
     begun = first.slots[-1]
     for slot in slots[len(first.slots) :]:
         ahead = OwnBatches(fetcher, [slot])
@@ -171,7 +171,7 @@ Entry = tuple[MicrobatchSlot, FetchedBatch]
 def _one_by_one(
     ranks: Ranks, fetcher: Fetcher, slots: Sequence[MicrobatchSlot], first: OwnBatches
 ) -> Iterator[Entry]:
-    """The slots and batches of a step on one rank."""
+    """Yield the slots and batches of a step on one rank."""
     yield from zip(first.slots, first.take(ranks), strict=True)
     for slot in slots[len(first.slots) :]:
         yield slot, OwnBatches(fetcher, [slot]).take(ranks)[0]

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class ExactSum:
-    """A sum of floats, rounded once, as by `math.fsum`.
+    """A sum of floats, rounded once, like `math.fsum`.
 
     Attributes:
         finite: sum of the finite ones.
@@ -24,7 +24,7 @@ class ExactSum:
 
     @classmethod
     def of_values(cls, values: Iterable[float]) -> ExactSum:
-        """The sum of these."""
+        """Return the sum of some floats."""
         known = [*values]
         finite = [Fraction(value) for value in known if math.isfinite(value)]
         other = sum(value for value in known if not math.isfinite(value))

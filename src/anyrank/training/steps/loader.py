@@ -40,39 +40,39 @@ class ElasticLoader:
     """A loader of steps whose data does not depend on the number of ranks.
 
     A step is a global batch, divided into K = global_batch / microbatch microbatches. The samples
-    of a microbatch, and the random numbers of its samples and of the model, depend on (seed, step,
-    microbatch) alone; the number of ranks only changes which rank runs it.
+    of a microbatch, and the random numbers of its samples and of the model, depend only on (seed,
+    step, microbatch); the number of ranks only changes which rank runs it.
 
-    Iterating returns the steps of the rest of the current epoch; the next iteration is the next
+    Iterating yields the steps of the rest of the current epoch; the next iteration is the next
     epoch. A step counts once `commit` is called (`Checkpoints.step_done` does), or once the next
-    step is requested. If the loop is left before that, the next iteration returns the same step
-    again: call `commit` before a `break` that follows the optimizer's step.
+    step is requested. If the loop is left earlier, the next iteration yields the same step again:
+    call `commit` before a `break` that follows the optimizer's step.
 
     All data-parallel ranks iterate together.
 
     Args:
         dataset: a dataset with a length and `dataset[i]`; its random numbers are seeded for each
             microbatch. Its `__getitems__` is used if it has that method.
-        global_batch: samples of a step, on all ranks together.
+        global_batch: samples of a step, on every rank together.
         microbatch: samples of one forward pass.
         seed: seed of the order and of all random numbers.
         shuffle: False for the dataset's own order.
         num_workers: processes that fetch ahead, for each rank; 0 fetches in this process.
         collate_fn: list of samples -> batch; default: torch's. Its random numbers are seeded too.
-        tail: the samples that do not fill an epoch's last step make a "short" step, or are
-            "drop"ped.
-        key: name or version of the dataset; a resume with a different key is refused.
-        process_group: the data-parallel ranks; default: all, or this process alone. With tensor
+        tail: what to do with samples that do not fill the last step of an epoch: "short" (a
+            smaller step) or "drop".
+        key: name or version of the dataset; a resume with a different key is an error.
+        process_group: the data-parallel ranks; default: all, or only this process. With tensor
             parallelism, ranks with the same data are in different groups.
-        pin_memory: as in a DataLoader.
-        prefetch_factor: as in a DataLoader.
-        persistent_workers: as in a DataLoader.
+        pin_memory: see torch's DataLoader.
+        prefetch_factor: see torch's DataLoader.
+        persistent_workers: see torch's DataLoader.
         weights: n numbers, one per sample: an epoch is then n draws with replacement, the same on
             any number of ranks. A sample that is drawn again gets different random numbers.
-        transform: makes the samples of microbatches, as of `from_shards`: the dataset is read as a
-            stream, whose length is not known, but with `keys`.
-        keys: keys of the samples, n buckets, for a `Buckets`: an epoch is planned from them, and no
-            sample is loaded to know its bucket.
+        transform: as for `from_shards`. The dataset is read as a stream, so its length is unknown
+            unless `keys` is passed.
+        keys: n values, the bucket of each sample, for a `Buckets` transform, so that the epoch is
+            planned without loading samples.
         on_batch_change: when `load_state_dict` finds a different global_batch: "error", or
             "rescale" to continue with an entry in `notes`.
         exact: sum gradients in an order that does not depend on the number of ranks, so that
@@ -80,7 +80,7 @@ class ElasticLoader:
 
     Raises:
         ValueError: sizes that do not match each other or the number of ranks; an empty dataset.
-        TypeError: a dataset without length; sizes that are not ints; an argument of another type.
+        TypeError: a dataset without length; sizes that are not ints; an argument of a wrong type.
 
     Example::
 
@@ -92,7 +92,7 @@ class ElasticLoader:
                 step.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            loader.commit()  # else the next step does
+            loader.commit()  # otherwise the next step does
         assert (loader.epoch, loader.step, loader.samples) == (1, 2, 32)
         assert (loader.consumed, loader.dropped) == (0, 0)  # of the new epoch; with tail="drop"
         print(loader.receipts, loader.notes)
@@ -136,12 +136,12 @@ class ElasticLoader:
         if prefetch_factor is not None:
             check_int("prefetch_factor", prefetch_factor, 1)
         if weights is not None and not shuffle:
-            raise ValueError("weights draw samples at random: remove shuffle=False")
+            raise ValueError("weights= draw samples at random. Remove shuffle=False.")
         may_change: OnBatchChange | None = on_batch_change
         position_class: type[Position] = Position
         if isinstance(dataset, OwnOrder):
             if weights is not None:
-                raise ValueError("weights draw samples at random, which shards are not read for")
+                raise ValueError("weights= need samples by index, and shards are read in sequence.")
             order = dataset.order(seed, shuffle, global_batch, microbatch)
             may_change = None  # the lanes of an epoch depend on its global batch
             position_class = dataset.position_class or Position
@@ -185,35 +185,36 @@ class ElasticLoader:
     ) -> ElasticLoader:
         """Make a loader over shards whose rows are read in sequence: files, row groups, archives.
 
-        An epoch's shards are dealt to at most K = global_batch / microbatch lanes, each of which
-        reads its own one after the other; their order changes with the epoch. A microbatch of a
-        step comes from a lane; when that ends, from another one. Which rank runs a microbatch
-        changes nothing of its rows.
+        The shards of an epoch are distributed over up to K = global_batch / microbatch lanes, and
+        each lane reads its shards sequentially; their order changes with the epoch. Each microbatch
+        of a step is read from one lane; when that ends, from another one. Which rank runs a
+        microbatch does not affect its rows.
 
-        Without `lengths`, rows are counted while they are read. With `lengths` the order is
-        planned, and `len(loader)` is known; see `anyrank.row_counts`.
+        Without `lengths`, rows are counted as they are read. With `lengths` the order is planned,
+        and `len(loader)` is known; see `anyrank.row_counts`.
 
         Args:
             shards: arguments of `read`; names or numbers, the same throughout the run. A resume
-                with different ones says which; appended ones come with the next epoch.
-            read: shard -> its rows, the same in the same order each time. If it takes `start=`, a
-                resume begins there, at a row counted from 0; else the rows before are read again.
+                with different ones is an error that names them; appended ones are used from the
+                next epoch on.
+            read: shard -> its rows, the same in the same order each time. If it accepts `start=`,
+                a resume starts at that row, counted from 0; otherwise earlier rows are read again.
                 Its random numbers depend on (seed, epoch, shard, row).
             lengths: number of rows of each shard, if they are known.
             transform: makes samples from rows: `anyrank.Pack`, `anyrank.Buckets`, or your own
-                object with `feed(row)` and `end()`, which return lists of samples. Each lane has a
-                copy of it.
-            window: rows of a shard that are mixed among each other; they are in memory, and read
-                again by a resume. Default: rows stay in the order of their shard.
-            endless: there are no epochs and no receipts: microbatches take a block of each shard in
-                turn, and a shard that ends begins again. A step is always full.
-            options: as of `ElasticLoader`, but weights and on_batch_change; shuffle=False is for
-                the shards' own order.
+                object with `feed(row)` and `end()`, which return lists of samples. Each lane has
+                its own copy.
+            window: size of the shuffle buffer, in rows of a shard; they are in memory, and a resume
+                reads them again. Default: rows stay in the order of their shard.
+            endless: no epochs and no receipts: microbatches take a block of each shard in turn, and
+                a shard that ends restarts. A step is always full.
+            options: other options of `ElasticLoader`, except weights and on_batch_change;
+                shuffle=False keeps the order of the shards.
 
         Raises:
             ValueError: sizes that do not match each other, the shards or the number of ranks;
                 transform or window with lengths.
-            TypeError: sizes that are not ints; an argument of another type.
+            TypeError: sizes that are not ints; an argument of a wrong type.
 
         Example::
 
@@ -243,24 +244,25 @@ class ElasticLoader:
         until: Literal["first", "all"] = "first",
         **options: Any,
     ) -> ElasticLoader:
-        """Make a loader over a dataset that is divided into shards, like `from_shards` of these.
+        """Make a loader over a dataset that is divided into shards, like `from_shards` over them.
 
         Args:
-            dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, and without a
-                shuffle of its own; or a class with `num_shards` and `shard(num_shards=, index=)`,
-                which returns rows, the same each time. For a mixture a dict of such.
-            transform: as of `from_shards`.
-            window: as of `from_shards`.
-            endless: as of `from_shards`.
-            mix: of a mixture, the weight of each dataset: which one a microbatch is of is drawn by
-                (seed, step, microbatch). A resume may give other weights, which count from there.
-            until: of a mixture, whether the "first" of its datasets that ends ends an epoch, or the
-                last ("all"): then others begin again.
-            options: as of `from_shards`.
+            dataset: Hugging Face's `IterableDataset`, with `map` and `filter`, and without its own
+                shuffle; or a class with `num_shards` and `shard(num_shards=, index=)`, which
+                returns rows, the same each time. For a mixture a dict of such datasets.
+            transform: as for `from_shards`.
+            window: as for `from_shards`.
+            endless: as for `from_shards`.
+            mix: for a mixture, the weight of each dataset. The dataset of each microbatch is drawn
+                from (seed, step, microbatch). A resume may change the weights from then on.
+            until: when an epoch of a mixture ends: with the "first" exhausted dataset, or when
+                "all" are exhausted (shorter ones restart).
+            options: as for `from_shards`.
 
         Raises:
             TypeError: a dataset without shards.
-            ValueError: its rows or shards are not the same each time; as for `from_shards`.
+            ValueError: its rows or shards are not the same each time; other errors of
+                `from_shards`.
 
         Example::
 
@@ -275,7 +277,7 @@ class ElasticLoader:
             for step in loader:
                 for batch in step.microbatches(model):
                     step.backward(model(batch).mean())
-            text = "each row that was read, once: 30 rows of 3 shards"
+            text = "each row read was used once: 30 rows in 3 shards"
             assert loader.receipts[0].verdict == text
         """
         from anyrank.training.streams.entry import open_iterable
@@ -286,7 +288,7 @@ class ElasticLoader:
 
     @property
     def position(self) -> Position:
-        """Its position in the data, and its verification. For anyrank's own use: may change."""
+        """Internal; may change without notice."""
         return self._position
 
     @property
@@ -311,60 +313,64 @@ class ElasticLoader:
 
     @property
     def dropped(self) -> int:
-        """Samples left out at the ends of epochs by tail="drop"."""
+        """Samples dropped at the ends of epochs by tail="drop"."""
         return self.position.dropped
 
     @property
     def notes(self) -> list[str]:
-        """Differences from the run that was loaded, as sentences."""
+        """Differences from the saved run, as sentences."""
         return self.position.notes
 
     @property
     def receipts(self) -> list[EpochVerdict]:
-        """Finished epochs of the run, in order; a state keeps the newest ten."""
+        """Finished epochs of the run, in order; a state keeps only the newest ten."""
         return self.position.receipts
 
     def state_dict(self) -> dict[str, Any]:
-        """400 bytes of JSON, and 100 for each lane of a stream; equal on all ranks."""
+        """Return the position as about 400 bytes of JSON, plus 100 per lane of a stream. The same
+        on every rank.
+        """
         return self.position.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved, on any number of ranks. No collectives.
+        """Continue at a saved position, on any number of ranks. Does not communicate.
 
         Raises:
             CheckpointError: a different dataset, seed, order, microbatch or tail; a different
-                global_batch without on_batch_change="rescale"; with exact=True, another number of
-                threads. Nothing has changed then.
+                global_batch without on_batch_change="rescale"; with exact=True, a different number
+                of threads. In that case nothing has changed.
             CorruptCheckpoint: not a state that `state_dict` returns.
         """
         self.position.load_state_dict(state_dict)
 
     def commit(self) -> None:
-        """Count the current step as completed, after the optimizer's step. No collectives.
+        """Count the current step as completed, after the optimizer's step. Does not communicate.
 
-        Does nothing if it is counted already.
+        Does nothing if it is already counted.
 
         Raises:
-            CheckpointError: not all of its microbatches were run.
+            CheckpointError: not all of its microbatches have run.
         """
         self.position.commit()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an ElasticLoader is neither copied nor pickled: make one where it is used, and take "
-            "the position over with load_state_dict(other.state_dict())"
+            "an ElasticLoader cannot be copied or pickled. Create one in each process, and "
+            "transfer "
+            "the position with load_state_dict(other.state_dict())."
         )
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, on any number of ranks, at any position of the run.
+        """Return the steps of a whole epoch, for any number of ranks and any position of the run.
 
         Raises:
-            TypeError: rows are counted while they are read.
+            TypeError: rows are counted as they are read.
         """
         return self.position.steps_in_epoch
 
     def __iter__(self) -> Generator[Step, None, None]:
-        """Iterate over the steps of the rest of this epoch. All data-parallel ranks.
+        """Iterate over the steps of the rest of this epoch. Collective: every data-parallel rank
+        must call it.
 
         Raises:
             CheckpointError: the loader's arguments or position differ between ranks, or the
@@ -388,8 +394,8 @@ class ElasticLoader:
                     yield Step(position.begin_step(), position)
                     if position.num_iterations != number:
                         raise CheckpointError(
-                            "the loader was iterated again, or loaded a state, within this loop: "
-                            "leave the loop, and start a new one"
+                            "the loader was iterated again, or loaded a state, within this loop. "
+                            "Leave the loop, and start a new one."
                         )
                     position.commit()
                 position.check_receipt(ranks)
@@ -402,11 +408,11 @@ class ElasticLoader:
 
     @property
     def in_step(self) -> bool:
-        """True if microbatches were run that are not committed: then a save is refused."""
+        """True if microbatches have run that are not committed yet; a save is then refused."""
         return self.position.current is not None and bool(self.position.current.passes)
 
     def _start_fetching(self) -> Iterator[Iterator[FetchedBatch]]:
-        """The batches of the requests, from the first one on: the model decides about those."""
+        """Start to fetch batches when the first is requested, because the model decides on them."""
         start = partial(start_fetching, self._fetcher)
         yield start() if self._workers is None else self._workers.watch(start)
 
@@ -414,19 +420,21 @@ class ElasticLoader:
 def _bucket_order(
     n: int, seed: int, shuffle: bool, microbatch: int, keys: Any, transform: Any, weights: Any
 ) -> Order:
-    """The order of samples by their buckets; raises as `ElasticLoader`."""
+    """Return the order of samples by their buckets; raise the errors of `ElasticLoader`."""
     if not hasattr(transform, "drop_last"):
         raise ValueError(
-            "keys= has the bucket of each sample: give transform=anyrank.Buckets(...), too"
+            "keys= needs a Buckets transform. Pass transform=anyrank.Buckets(...), too."
         )
     if weights is not None:
-        raise ValueError("weights draw samples with replacement, which buckets do not: remove one")
+        raise ValueError(
+            "weights= draw samples with replacement, which buckets do not support. Remove one."
+        )
     check_int("microbatch", microbatch, 1)
     return bucket_order(n, seed, shuffle, microbatch, keys, transform.drop_last)
 
 
 def _exact_run() -> ExactRun:
-    """Make what orders a run's sums. A door: only runs with `exact=True` pay for the import."""
+    """Make the object that orders a run's sums. A door: only runs with `exact=True` import it."""
     from anyrank.training.exact.run import ExactRun
 
     return ExactRun()

@@ -2,8 +2,8 @@
 
 Torch's hooks divide a rank's time, from one step of its optimizer to the next: loader, up to the
 model's forward; forward, up to the first gradient; backward, up to the last; then it waits. The
-loader's part also includes fetching for the next step. Waits of anyrank's own agreements belong to
-no part, so that a part is long on a slow rank, and the end is long on those that wait for it. After
+loader's part also includes fetching for the next step. Waits in anyrank's agreements belong to no
+part, so that a part is long on a slow rank, and the end is long on those that wait for it. After
 every twenty steps a rank reports its medians: a rank whose median stands out from the others', and
 from chance, is the one that they wait for.
 """
@@ -38,8 +38,8 @@ Spent = tuple[float, float]
 class Pace:
     """Measures where this rank's time goes in each step. One at a time in a process.
 
-    The model's hook is a function of the module, so that a copied or pickled model takes nothing
-    along.
+    The model's hook is a function of the module, so that a copied or pickled model does not include
+    this object.
 
     Args:
         model: the model that is trained.
@@ -48,7 +48,7 @@ class Pace:
 
     Attributes:
         waited_sec: seconds in which this rank has waited for others and exchanged with them.
-        warned: ranks that were named as slow, with the part: each is named once.
+        warned: ranks that were reported as slow, with the part: each is reported once.
     """
 
     running: Pace | None = None
@@ -80,12 +80,12 @@ class Pace:
         Pace.running = self
 
     def begin_forward(self) -> None:
-        """Note a call of the model, or another one if nothing has had a gradient since."""
+        """Record a call of the model, or another one if nothing has had a gradient since."""
         self._add("forward" if self._in_forward else "loader")
         self._in_forward = self._sees_forward = True
 
     def _gradient(self, parameter: torch.Tensor) -> None:
-        """Note that one of the first or last parameters has its gradient."""
+        """Record that one of the first or last parameters has its gradient."""
         if torch.compiler.is_compiling():
             return
         part = "forward" if self._in_forward else "backward"
@@ -93,12 +93,12 @@ class Pace:
         self._in_forward, self._has_gradient = False, True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that an optimizer is about to step: shared work is over."""
+        """Record that an optimizer is about to step: shared work is over."""
         self._end_wait()
         self._has_gradient = self._in_forward = False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that an optimizer has stepped."""
+        """Record that an optimizer has stepped."""
         self.pause()
         if any(self._times.values()):
             self._rows.append([*self._times.values()])
@@ -116,7 +116,7 @@ class Pace:
 
     @contextlib.contextmanager
     def loading(self) -> Generator[None, None, None]:
-        """Count the time inside as the loader's, though the step's last gradient came before."""
+        """Count the time inside as the loader's, although the step's last gradient came before."""
         self._end_wait()
         yield
         self._add("loader")
@@ -129,23 +129,24 @@ class Pace:
 
     @property
     def has_window(self) -> bool:
-        """True if `take_window` has something."""
+        """True if `take_window` has a result."""
         return bool(self._spent)
 
     def take_window(self) -> list[Spent]:
-        """Return what each part took over the last window, once; empty until the next is full."""
+        """Return the times of each part over the last window, once; empty until the next is
+        full."""
         spent, self._spent = self._spent, []
         return spent
 
     def warn_of_slow(self, ranks: Sequence[int], spent: Sequence[Sequence[Spent]]) -> None:
-        """Name the slow rank once, on the first rank, from what each of them has reported."""
+        """Name the slow rank once, on the first rank, from the reports of all ranks."""
         slow = slow_rank(spent)
         if slow is None or (ranks[slow[0]], slow[1]) in self.warned:
             return
         index, part, seconds = slow
         self.warned.add((ranks[index], part))
         log.warning(
-            "rank %d is slow: the others wait %.0f ms a step for it, in its %s",
+            "rank %d is slow: other ranks wait %.0f ms per step for it (%s)",
             ranks[index],
             seconds * 1000,
             part,
@@ -166,7 +167,7 @@ class Pace:
         self._last = now
 
     def _agreements(self) -> float:
-        """Seconds in anyrank's own agreements since the last event."""
+        """Return the seconds spent in anyrank's agreements since the last event."""
         before, self._agreed_sec = self._agreed_sec, Wait.spent_sec
         self.waited_sec += self._agreed_sec - before
         return self._agreed_sec - before
@@ -181,7 +182,7 @@ def slow_rank(spent: Sequence[Sequence[Spent]]) -> tuple[int, str, float] | None
     Args:
         spent: times of each rank, for each part.
     """
-    # Imported here: a run's first save opens this module, and would wait for all that it loads.
+    # Imported here: a run's first save imports this module, and would wait for all its imports.
     import statistics
 
     if len(spent) < 2:
@@ -206,7 +207,7 @@ def _spent(seconds: Sequence[float]) -> Spent:
 
 
 def _begin_forward(module: nn.Module, args: Any) -> None:
-    """The model's hook."""
+    """Record the start of the model's forward, for its hook."""
     if torch.compiler.is_compiling():
         return
     if Pace.running is not None and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The position of a run in the data of an `ElasticLoader`: counts, the current step, the proof.
+"""The position of a run in the data of an `ElasticLoader`: counts, the current step, the receipt.
 
 The position is counted in samples of completed steps and does not depend on the ranks: a state
 saved on N ranks is loaded on M. Each rank also keeps a receipt of the samples that it has run,
@@ -46,13 +46,12 @@ COUNTS = ("epoch", "step", "consumed", "samples", "dropped")
 
 @dataclass(frozen=True)
 class RankAccounts:
-    """The epochs since the last check as a rank has them, or all ranks together, to compare.
+    """One rank's, or all ranks', epochs since the last check, to compare.
 
     Attributes:
         plans: digest of each epoch's number, and of its earlier and planned samples.
         seen: for each epoch, the receipt of the samples that were run.
-        is_one_each: whether no two ranks run the same samples, as those of a tensor-parallel group
-            do.
+        is_one_each: whether no two ranks run the same samples; those of a tensor-parallel group do.
     """
 
     plans: Compared
@@ -60,8 +59,8 @@ class RankAccounts:
     is_one_each: bool
 
     def join(self, others: RankAccounts) -> RankAccounts:
-        """Merge what ranks have."""
-        # Of unlike lengths only where the plans are.
+        """Merge the accounts of ranks."""
+        # Of different lengths only if the plans differ.
         seen = [receipt + other for receipt, other in zip(self.seen, others.seen, strict=False)]
         is_one_each = self.is_one_each and others.is_one_each
         return RankAccounts(self.plans.join(others.plans), seen, is_one_each)
@@ -74,19 +73,19 @@ class Position:
         schedule: the run's plan.
         key: name or version of the dataset.
         group: the user's process group of the data-parallel ranks.
-        on_batch_change: treatment of a state with another global batch; None: it is refused.
+        on_batch_change: treatment of a state with another global batch; None: an error.
         dataset: the loader's dataset, by microbatch.
         num_workers: number of processes that fetch; 0: this process does.
-        exact: sums gradients in an order that does not depend on the ranks; None: as they come.
+        exact: sums gradients in an order that does not depend on the ranks; None: in any order.
 
     Attributes:
         accounts: accounts of the current epoch, the last one, and earlier ones that are not
             verified yet.
         epoch, step, consumed, samples, dropped, notes, receipts: as in `ElasticLoader`.
-        current: the step that was begun and is not counted yet.
-        begun: exchanges of this step's passes, and of passes in earlier tries at it.
+        current: the step that has started and is not counted yet.
+        begun: exchanges of this step's passes, and of passes in earlier attempts at it.
         num_iterations: number of times the loader was iterated, or loaded a state.
-        ranks: the data-parallel ranks; None outside of an iteration.
+        ranks: the data-parallel ranks; None outside an iteration.
         batches: batches still to be fetched in it; the first one starts the fetching.
         ahead: the first batches of the next step, if they were fetched.
         checked: models whose gradient exchange was verified, by id.
@@ -129,7 +128,7 @@ class Position:
         self.data_rank()
 
     def data_rank(self) -> tuple[int, int]:
-        """This rank's index among the data-parallel ranks, and their number.
+        """Return this rank's index among the data-parallel ranks, and their number.
 
         Raises:
             ValueError: more ranks than microbatches, or a group without this rank.
@@ -139,14 +138,14 @@ class Position:
             index, size = dist.get_rank(group), dist.get_world_size(group)
         if index < 0:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group: give each rank its own "
-                "data-parallel group"
+                f"rank {dist.get_rank()} is not in process_group=. Pass each rank its own "
+                "data-parallel group."
             )
         self.schedule.check_size(size)
         return index, size
 
     def arguments(self) -> dict[str, object]:
-        """Return the settings that must be equal on the ranks, by argument."""
+        """Return the settings that must be the same on every rank, by argument."""
         return self.schedule.arguments() | {
             "key": self.key,
             "exact": self.exact is not None,
@@ -154,29 +153,30 @@ class Position:
         }
 
     def check_same(self, ranks: Ranks) -> None:
-        """Compare the loader's arguments, and the position, over the ranks. All ranks.
+        """Compare the loader's arguments, and the position, over the ranks. Collective.
 
         Raises:
-            CheckpointError: one of them differs; on all ranks, with each value.
-            ValueError: `ranks` lacks some data-parallel ranks.
+            CheckpointError: one of them differs; on every rank, with each value.
+            ValueError: some data-parallel ranks are not in `ranks`.
         """
 
         def check() -> None:
             members, _ = find_members(self.group)
             if missing := sorted({*members} - {*ranks.ranks}):
                 raise ValueError(
-                    f"the ranks {ranks.ranks} are not all of the {len(members)} data-parallel "
-                    f"ranks of the ElasticLoader: call with {ranks.name_ranks(missing)} too"
+                    f"only {ranks.name_ranks(ranks.ranks)} called; {ranks.name_ranks(missing)} "
+                    f"must call too, because the ElasticLoader has {len(members)} data-parallel "
+                    "ranks"
                 )
 
         position = f"epoch {self.epoch}, step {self.step}, {self.consumed} samples of the epoch"
         arguments = self.arguments() | {"position": position}
         compare_arguments(ranks, "ElasticLoader", arguments, CheckpointError, check)
 
-    # -- the step under way ------------------------------------------------------------------------
+    # -- the current step --------------------------------------------------------------------------
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
-        """Begin an iteration of the loader."""
+        """Start an iteration of the loader."""
         self.ranks, self.batches, self.ahead = ranks, batches, None
 
     def end_pass(self) -> None:
@@ -184,11 +184,11 @@ class Position:
         self.ranks, self.batches, self.ahead = None, iter(()), None
 
     def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
-        """The microbatches of a step that this rank runs."""
+        """Return the microbatches of a step that this rank runs."""
         return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
 
     def requests(self) -> Iterator[Any]:
-        """This rank's microbatches for the rest of the epoch."""
+        """Yield this rank's microbatches for the rest of the epoch."""
         for plan in self.schedule.rest(self.next_step()):
             for slot in self.slots(plan):
                 yield request_for(self.schedule, plan, slot.k)
@@ -199,15 +199,15 @@ class Position:
         return self.schedule.steps_in_epoch
 
     def check_dataset(self) -> None:
-        """Refuse a dataset whose length has changed; raises like `check_length`."""
+        """Check that the dataset's length has not changed; raise like `check_length`."""
         check_length(self.dataset.dataset, self.schedule.order.n)
 
     def fetcher(self, plan: StepPlan, is_first: bool) -> Fetcher:
-        """The functions that fetch a step's batches, in its first pass and in others."""
+        """Return the functions that fetch a step's batches, in its first pass or in another."""
         return Fetcher(partial(self.fetch if is_first else self.fetch_again, plan))
 
     def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
-        """The next batch, which must be that of a slot of a step.
+        """Return the next batch, which must be that of a slot of a step.
 
         Raises:
             CheckpointError: it belongs to another slot.
@@ -218,13 +218,13 @@ class Position:
         if fetched is None or samples != (plan.epoch, ids):
             got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
             raise CheckpointError(
-                f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, the "
-                f"workers returned {got}: start a new iteration of the loader"
+                f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, but the "
+                f"workers returned {got}. Start a new iteration of the loader."
             )
         return fetched
 
     def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
-        """The batch of a slot, for a further pass over its step; in this process."""
+        """Return the batch of a slot, for a further pass over its step; in this process."""
         return self.dataset[request_for(self.schedule, plan, slot.k)]
 
     def fetch_ahead(self, step: StepPlan) -> None:
@@ -239,45 +239,45 @@ class Position:
                 self.ahead = fetch_first(self.fetcher(plan, True), self.slots(plan))
 
     def following(self, step: StepPlan) -> StepPlan | None:
-        """The step after a step; None at the end of its epoch."""
+        """Return the step after a step; None at the end of its epoch."""
         return self.schedule.following(step)
 
     def take_ahead(self) -> OwnBatches | None:
-        """Take the batches that were fetched ahead, for the step that begins."""
+        """Return the batches that were fetched ahead, for the step that starts."""
         ahead, self.ahead = self.ahead, None
         return ahead
 
     def begin_step(self) -> StepRun:
-        """Begin the next step."""
+        """Start the next step."""
         self.current = StepRun(self.next_step())
         return self.current
 
     def drop_begun(self) -> None:
-        """Drop the gradients of earlier tries at the current step."""
+        """Drop the gradients of earlier attempts at the current step."""
         for sync in self.begun:
             sync.drop_gradients()
         self.begun.clear()
 
     @property
     def is_step_complete(self) -> bool:
-        """Return whether all microbatches of the current step were run."""
+        """Return True if all microbatches of the current step have run."""
         return self.current is not None and self.current.is_complete
 
     def check_complete(self) -> None:
-        """Check that `commit` may count a step. No collectives.
+        """Check that `commit` may count a step. Does not communicate.
 
         Raises:
-            CheckpointError: the step that was begun is not complete.
+            CheckpointError: the started step is not complete.
         """
         if self.current is not None and not self.current.is_complete:
             raise CheckpointError(
-                f"step {self.current.plan.number} is not complete: run `for batch in "
-                "step.microbatches(model)` to its end in each step, or leave the loop over the "
-                "loader: the next iteration returns the same step again"
+                f"step {self.current.plan.number} is not complete. Iterate over "
+                "step.microbatches(model) to the end in every step. To skip the rest, leave the "
+                "loop over the loader; the next iteration starts with the same step."
             )
 
     def commit(self) -> None:
-        """Count the current step as completed; raises like `check_complete`. No collectives."""
+        """Count the current step; raise like `check_complete`. Does not communicate."""
         self.check_complete()
         if self.current is not None:
             self.advance(self.current.plan, self.current.seen)
@@ -293,7 +293,7 @@ class Position:
     # -- counting ---------------------------------------------------------------------------------
 
     def next_step(self) -> StepPlan:
-        """The next step, in this epoch or the following one."""
+        """Return the next step, in this epoch or the following one."""
         step = self.schedule.next_step(self.epoch, self.step, self.consumed)
         assert step is not None  # advance and load_state_dict leave a finished epoch
         return step
@@ -322,7 +322,7 @@ class Position:
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """About 400 bytes of JSON values, equal on all ranks. No collectives."""
+        """Return about 400 bytes of JSON values, the same on every rank. Does not communicate."""
         order = self.schedule.order
         state = {
             "version": STATE_VERSION,
@@ -343,7 +343,7 @@ class Position:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was saved; raises like `check_state_dict`, changing nothing."""
+        """Continue at a saved position; raise like `check_state_dict`, and change nothing then."""
         saved, receipt, note = self.check_state_dict(state_dict)
         for name in COUNTS:
             setattr(self, name, saved[name])
@@ -357,7 +357,7 @@ class Position:
         self.end_pass()
 
     def continue_counts(self, step: int, samples: int) -> None:
-        """Count on from a run's steps and samples, with data that begins anew. Before a loop."""
+        """Continue a run's counts of steps and samples with data that restarts. Before a loop."""
         self.step, self.samples = max(self.step, step), max(self.samples, samples)
 
     def _load_exact(self, saved: Any) -> None:
@@ -369,13 +369,13 @@ class Position:
             self.checked.clear()  # the record is compared with the models' again
         elif saved is not None:
             self.notes.append(
-                f"exact=True ends at step {self.step}: from here on, bits depend on the ranks"
+                f"exact=True ends at step {self.step}; from here on, results depend on the ranks"
             )
 
     def check_state_dict(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[dict[str, int], Receipt, str | None]:
-        """Check a state. Returns its counts, receipt and entry for `notes`.
+        """Check a state. Return its counts, receipt and entry for `notes`.
 
         Raises:
             CheckpointError, CorruptCheckpoint: as for `ElasticLoader.load_state_dict`.
@@ -391,31 +391,31 @@ class Position:
         return saved, receipt, note
 
     def _check_settings(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Compare the settings of a state; return the note on another global batch, if any."""
+        """Compare the settings of a state; return the note on a different global batch, if any."""
         compare_settings(state_dict, self.state_dict(), self.must_agree)
         return self._batch_note(state_dict["global_batch"], int(state_dict["step"]))
 
     def _batch_note(self, saved: int, step: int) -> str | None:
-        """The entry in `notes` for a different global batch; an error if it is not allowed."""
+        """Return the note on a different global batch; raise an error if it is not allowed."""
         own_batch = self.schedule.global_batch
         if saved == own_batch:
             return None
         if self.on_batch_change != "rescale":
-            hint = ", or on_batch_change='rescale' and a learning rate for it"
+            hint = ", or pass on_batch_change='rescale' and a learning rate for it"
             raise CheckpointError(
-                f"data position: the run has global_batch {saved}, here it is {own_batch}: give "
-                f"{saved}, which works on any number of ranks"
-                f"{hint if self.on_batch_change else ''}"
+                f"ElasticLoader: the saved run has global_batch {saved}, but this loader has "
+                f"{own_batch}. Set global_batch={saved}, which works on any number of ranks"
+                f"{hint if self.on_batch_change else ''}."
             )
         return (
-            f"global_batch {saved} became {own_batch} at step {step}: steps are counted on, and a "
-            "learning rate that is scheduled by steps sees a different number of samples per step"
+            f"global_batch {saved} became {own_batch} at step {step}. The step count continues, so "
+            "a per-step learning-rate schedule now covers a different number of samples"
         )
 
     # -- verification -----------------------------------------------------------------------------
 
     def check_receipt(self, ranks: Ranks) -> None:
-        """Compare the samples that all ranks have run and committed with the plan. All ranks.
+        """Compare the committed samples of all ranks with the plan. Collective.
 
         Each epoch that ended since the last check is added to `receipts`.
 
@@ -423,39 +423,39 @@ class Position:
             ranks: all data-parallel ranks; may include ranks with the same data (tensor parallel).
 
         Raises:
-            CheckpointError: on all ranks: a sample was repeated or lost, or ranks are at different
+            CheckpointError: on every rank: a sample was repeated or lost, or ranks are at different
                 steps.
         """
         accounts = self.rank_accounts(ranks)
         known = ranks.reduce(WHAT, accounts, RankAccounts.join)
         seen, are_alike = known.seen, bool(known.plans.digest)
         if are_alike and not known.is_one_each:
-            # Ranks with the same data count once: a receipt by data-parallel index, for all.
+            # Ranks with the same data count once: one receipt by data-parallel index.
             by_index = {self.data_rank()[0]: accounts.seen}
             by_index = ranks.reduce(WHAT, by_index, _join_seen)
             are_alike = all(by_index.values())
-            # Of unlike lengths only where they are not alike.
+            # Of different lengths only if the plans differ.
             seen = [sum(row, Receipt()) for row in zip(*by_index.values(), strict=False)]
         if not are_alike:
             steps = ranks.gather(WHAT, self.step)  # once, for an error
             raise CheckpointError(
-                f"data position: ranks differ in the samples they ran, by rank at steps {steps}: "
-                "every rank must run all steps, and commit() each of them"
+                f"ElasticLoader: ranks have run different samples; they are at steps {steps}. "
+                "Every rank must run and commit() every step."
             )
         for account, run in zip(self.accounts, seen, strict=True):
             total = account.earlier + run
             if total != (plan := account.planned):
                 raise CheckpointError(
-                    f"data position: epoch {account.epoch} is not exactly once: the ranks ran "
-                    f"{total.count} samples (receipt {total.sum:016x}), the plan has {plan.count} "
-                    f"({plan.sum:016x}): resume from an earlier checkpoint, and report this as a "
-                    "defect"
+                    f"ElasticLoader: in epoch {account.epoch} samples were lost or repeated: the "
+                    f"ranks ran {total.count} samples (receipt {total.sum:016x}), but {plan.count} "
+                    f"({plan.sum:016x}) were planned. Resume an earlier checkpoint, and please "
+                    "report a bug."
                 )
         self.receipts += map(self._verdict, self.accounts[:-1])
         del self.accounts[:-1]
 
     def rank_accounts(self, ranks: Ranks) -> RankAccounts:
-        """Return this rank's share in `check_receipt`."""
+        """Return this rank's part of `check_receipt`."""
         plans = [(account.epoch, account.earlier, account.planned) for account in self.accounts]
         return RankAccounts(
             plans=Compared(digest_of(plans), ranks.rank),
@@ -464,7 +464,7 @@ class Position:
         )
 
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
-        """Judge a finished epoch, all of whose samples were run as planned."""
+        """Return the verdict on a finished epoch whose samples all ran as planned."""
         order = self.schedule.order
         assert account.planned.count + account.dropped == order.n  # see `check_state_dict`
         extra = f", {account.dropped} dropped" if account.dropped else ""
@@ -475,7 +475,7 @@ class Position:
 def _join_seen(
     some: dict[int, list[Receipt]], others: dict[int, list[Receipt]]
 ) -> dict[int, list[Receipt]]:
-    """The receipts by data-parallel index; [] where ranks with the same one differ."""
+    """Return the receipts by data-parallel index; [] where ranks with the same one differ."""
     joined = some | others
     for index in some.keys() & others.keys():
         if some[index] != others[index]:

@@ -2,10 +2,10 @@
 
 Between two steps of the optimizer, the following happens in this order:
 
-1. The loader gives a `Step`, and the loop calls `Step.microbatches`: it inspects the model's
-   wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of the same step, if it was
-   begun before and left, are dropped.
-2. This rank's first two batches are fetched, or are ready since the end of the step before (5).
+1. The loader yields a `Step`, and the loop calls `Step.microbatches`: it inspects the model's
+   wrappers (`GradientSync`, or `ExactSync` with exact=True). Gradients of an earlier, abandoned
+   attempt at the same step are dropped.
+2. This rank's first two batches are fetched, or are ready since the end of the previous step (5).
    From then on batch i + 1 is fetched before the loop's body gets batch i, and the ranks agree that
    all could fetch theirs while that body runs. Every rank has the same number of batches: a rank
    for which the step has fewer repeats one, as a copy of weight 0.
@@ -16,28 +16,29 @@ Between two steps of the optimizer, the following happens in this order:
    ordered sum.
 5. With workers, the first two batches of the epoch's next step are taken from them. Whether all
    ranks have theirs is known at the end of this step in a run (9), otherwise when the next one
-   begins; an error is raised when the next one begins, so that this one counts. The random
+   starts; an error is raised when the next one starts, so that this one counts. The random
    generators continue as before the loop.
-6. In `Pass.end` the ranks gather each rank's observations (`StepRecord`), and every rank judges all
-   of them (`judge`). They skip the gather if wrappers exchange all gradients of a model, no weights
-   are given, and an earlier step has shown that each gradient is exchanged once.
+6. In `Pass.end` the ranks gather each rank's observations (`StepRecord`), and every rank checks all
+   of them (`judge`). They skip the gather if wrappers reduce all gradients of a model, no weights
+   are passed, and an earlier step has shown that each gradient is reduced once.
 7. The rest: with weights, gradients are scaled by the step's total, and averaged if no wrapper has
    done so; with exact=True the other ordered sums are exchanged, scaled, and become `.grad`.
 8. The user clips, and steps the optimizer.
 9. The step counts: `Position.commit`, when the next one is requested or `commit` is called. In a
    run the end of the body calls `Checkpoints.step_done`: the ranks agree, which also tells them of
-   signals; the step counts; replicas are compared; listeners are called; and saves that are due
-   are made.
+   signals; the step counts; replicas are compared; listeners are called; and a save is made if one
+   is due.
 
-So the ranks of a run agree once per step, just before it counts (9); once more when it begins, if
+So the ranks of a run agree once per step, just before it counts (9); once more when it starts, if
 the loader has no workers (2); once for each batch of a rank after its second (2); once in 6, unless
 it is skipped; and once in each call of `clip_grad_norm_` and `loss`. A model's first steps, and the
 first step of an epoch, have more.
 
 If a loop is left within its microbatches, by an exception or `break`, no exchange is finished; what
-a backward has exchanged is dropped when the loader gives the same step again. The streams continue
-as before: at once, or, if the loop's iterator is kept, when the loader's iterator is left or begins
-again (`StepRun.leave`). The other ranks wait for this one: in an agreement, until this process ends
+a backward has exchanged is dropped when the loader yields the same step again. The generators
+continue as before: at once, or, if the loop's iterator is kept, when the loader's iterator is left
+or restarted (`StepRun.leave`). The other ranks wait for this one: in an agreement, until this
+process ends
 and so closes its connections, and an exception that leaves `Checkpoints` also tells them why; in an
 exchange of DDP or FSDP2, until their own process group's timeout.
 """
@@ -100,18 +101,18 @@ class Step:
         self._trained: GradientSync | None = None  # exchange of the last pass that trained
         self._divisor: float | None = None  # for weights, until their total is known
 
-    # Not __iter__: frameworks iterate over anything that has it, to find out how large a batch is.
+    # Not __iter__: frameworks iterate over anything that has it, to find the size of a batch.
     def __getitem__(self, _: object) -> Never:
         """Raise TypeError: `for batch in step` and `step[0]` mean `step.microbatches(model)`."""
-        raise TypeError("a Step is no sequence of batches: use step.microbatches(model)")
+        raise TypeError("a Step cannot be iterated: use step.microbatches(model)")
 
     @property
     def samples(self) -> int:
-        """Samples of the global batch, on all ranks together.
+        """Samples of the global batch, on every rank together.
 
         Raises:
-            ValueError: rows are counted while they are read, and the last microbatch of this rank
-                has not arrived yet.
+            ValueError: rows are counted as they are read, and the last microbatch of this rank has
+                not arrived yet.
         """
         return self._run.plan.samples
 
@@ -129,7 +130,7 @@ class Step:
         """True if the current microbatch is the last of this rank in the step.
 
         Raises:
-            ValueError: not within `microbatches`.
+            ValueError: outside `microbatches`.
         """
         this, _ = self._current("is_last")
         return this.is_last
@@ -139,7 +140,7 @@ class Step:
         """Index of the current microbatch in the step, from 0, independent of the rank count.
 
         Raises:
-            ValueError: not within `microbatches`.
+            ValueError: outside `microbatches`.
         """
         return self._current("k")[1].k
 
@@ -148,23 +149,23 @@ class Step:
         """True if the current microbatch runs with weight 0: this rank has fewer than others.
 
         Raises:
-            ValueError: not within `microbatches`.
+            ValueError: outside `microbatches`.
         """
         return self._current("is_copy")[1].is_copy
 
     def microbatches(self, model: nn.Module, *, own_backward: bool = False) -> Iterator[Any]:
         """Iterate over this rank's batches; run forward and backward of each in the loop's body.
 
-        Within the body, the random generators of Python, numpy and torch depend on (seed, step,
-        microbatch) alone; afterwards they continue as before. DDP and FSDP2 exchange gradients in
-        the last microbatch only. Ranks with fewer microbatches run one again with weight 0. All
-        data-parallel ranks call it, and run it to the end.
+        Within the body, the random generators of Python, numpy and torch depend only on (seed,
+        step, microbatch); afterwards they continue as before. DDP and FSDP2 reduce gradients only
+        in the last microbatch. Ranks with fewer microbatches run one again with weight 0.
+        Collective: every data-parallel rank must call it, and run it to the end.
 
         Under `torch.no_grad()` it is an evaluation: gradients, and the sums of a training step of
-        the same model, stay as they are.
+        the same model, are not changed.
 
-        A batch is returned when all ranks have theirs: an error of the dataset on one rank is
-        raised on all.
+        Batches are yielded once every rank has fetched its own, so an error of the dataset on one
+        rank is raised on every rank.
 
         Afterwards it can be called again for another pass over the same batches (for the generator,
         after the discriminator's step): with different random numbers in the body, and its own
@@ -172,7 +173,7 @@ class Step:
 
         Args:
             model: the wrapped model, or a container of several. Gradients of parameters without a
-                wrapper are averaged over the ranks too.
+                wrapper are also averaged over the ranks.
             own_backward: allow backward passes without `backward` or `scale`. You then weight the
                 losses yourself: the sum over a rank's microbatches is averaged over the ranks.
 
@@ -180,11 +181,11 @@ class Step:
             CheckpointError: a worker returned samples that differ from the plan.
             RankError: the dataset raised on some of several ranks; names the sample and the cause.
                 On a single rank the dataset's own exception is raised.
-            ValueError: a second call before the first has ended; a model that averages over ranks
-                other than the loader's; a backward without `step.backward`; a microbatch without
-                one, where others have one; an optimizer's step, or gradients that are reset,
-                before they are whole; a forward without the wrapper, detected in the first step of
-                a model.
+            ValueError: a second call before the first has ended.
+            ValueError: a model that averages over other ranks than the loader's.
+            ValueError: a backward without `step.backward`, or only in some microbatches.
+            ValueError: an optimizer's step, or reset gradients, before all microbatches have run.
+            ValueError: a forward without the wrapper, detected in the first step of a model.
         """
         batches = self._run_pass(model, own_backward)
         if self._run.is_complete or not self._run.passes:
@@ -192,16 +193,16 @@ class Step:
         return batches
 
     def _run_pass(self, model: nn.Module, own_backward: bool) -> Generator[Any]:
-        """A pass over the batches; arguments and errors are those of `microbatches`."""
+        """Yield a pass over the batches; arguments and errors are those of `microbatches`."""
         check_model(model)
         run, position = self._run, self._position
         if run.passes and not run.is_complete:
             raise ValueError(
-                f"step {self.number}: microbatches() was called already, and has not ended"
+                f"step {self.number}: the previous microbatches() loop of this step is still open"
             )
         is_first, pass_seed = not run.passes, (len(run.passes),) if run.passes else ()
         # Without gradients nothing is exchanged, and the sums of a training step of the same model
-        # must stay: the pass has no parameters.
+        # must not change: the pass has no parameters.
         evaluates = not torch.is_grad_enabled()
         is_new = not evaluates and id(model) not in position.checked
         trained = nn.Identity() if evaluates else model
@@ -214,11 +215,11 @@ class Step:
         slots = position.slots(run.plan)
         fetcher = position.fetcher(run.plan, is_first)
         first = position.take_ahead() if is_first else None
-        # A generator: a fetch seeds the streams, so it must run where they are kept.
+        # A generator: a fetch seeds the generators, so it must run where they are kept.
         batches = one_ahead(self._ranks, fetcher, slots, first)
         run.passes.append(this)
         position.begun.append(sync)
-        # Clipping after an evaluation applies to the gradients that were there before.
+        # Clipping after an evaluation applies to the gradients from before it.
         self._trained = sync if not evaluates or self._trained is None else self._trained
         seed = position.schedule.order.seed
         try:
@@ -254,20 +255,20 @@ class Step:
         a GradScaler's loss is kept.
 
         Args:
-            loss: one value, the mean over this microbatch.
-            weight: the number of units of that mean, for instance tokens; at least 0. Give it in
-                all of a step's microbatches, on all ranks, or in none.
+            loss: a scalar, the mean over this microbatch.
+            weight: the number of units of that mean, for example tokens; at least 0. Pass it in
+                all of a step's microbatches, on every rank, or in none.
 
         Raises:
-            ValueError: not within `microbatches`, a loss of several values, a wrong weight.
+            ValueError: outside `microbatches`, a loss that is not a scalar, a wrong weight.
         """
         this, _ = self._current("backward()")
-        before = this.in_own_backward  # for a loss that is scaled, and waits
+        before = this.in_own_backward  # for a scaled loss whose backward is still to come
         self.scale(loss, weight).backward()
         this.in_own_backward = before
 
     def scale(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted loss, for frameworks that run backward themselves.
+        """Return the weighted loss, for frameworks that run backward themselves.
 
         `accelerator.backward(step.scale(loss))` is equivalent to `step.backward(loss)`. Arguments
         and errors are those of `backward`. Run backward of each result once.
@@ -281,27 +282,28 @@ class Step:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`. All data-parallel ranks.
+        """Scale the gradients so that their norm is at most `max_norm`. Collective: every
+        data-parallel rank must call it.
 
-        The gradients are those of the model that `microbatches` was given, as one vector: under
+        The gradients are those of the model that was passed to `microbatches`, as one vector: under
         DDP, FSDP2, tensor parallelism (DTensors), any mix of them, or none. With tensor
-        parallelism, its ranks call too. The norm does not depend on how tensors are sharded: with
-        exact=True it has the same bits on any number of ranks. With a GradScaler, call
-        `scaler.unscale_(optimizer)` before.
+        parallelism, all ranks of the tensor-parallel group must call too. The norm does not depend
+        on how tensors are sharded: with exact=True it has the same bits on any number of ranks.
+        With a GradScaler, first call `scaler.unscale_(optimizer)`.
 
         Args:
             max_norm: at least 0; inf only computes the norm.
             norm_type: at least 1, or inf; with exact=True one of 1, 2 and inf.
             error_if_nonfinite: raise for a norm that is inf or nan. Otherwise gradients are scaled
-                as by `torch.nn.utils.clip_grad_norm_`: by 0 or nan.
+                by 0 or nan, like in `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm before scaling, 0-d, on the CPU; the same value on all ranks.
+            The norm before scaling, 0-d, on the CPU; the same value on every rank.
 
         Raises:
             CheckpointError: arguments differ between ranks.
             ValueError: a wrong argument, or a call before the end of `microbatches`.
-            RuntimeError: the norm is not finite, with error_if_nonfinite; on all ranks.
+            RuntimeError: the norm is not finite, with error_if_nonfinite; on every rank.
         """
         sync = self._trained
 
@@ -309,12 +311,12 @@ class Step:
             if sync is None or not self._run.is_complete:
                 raise ValueError(
                     f"step {self.number}: call clip_grad_norm_ after the loop over microbatches(), "
-                    "which exchanges the gradients at its end"
+                    "which reduces the gradients at its end"
                 )
             for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
                 check_type(name, value, (Real, torch.Tensor), "a number")
             if not float(max_norm) >= 0:
-                raise ValueError(f"max_norm is {max_norm}: give at least 0")
+                raise ValueError(f"max_norm={max_norm}: must be at least 0")
             sync.check_norm_type(float(norm_type))
 
         arguments = {"max_norm": max_norm, "norm_type": norm_type}
@@ -327,9 +329,11 @@ class Step:
             return clip_gradients(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def loss(self) -> float:
-        """The mean loss over the microbatches of all ranks so far. All data-parallel ranks call.
+        """Return the mean loss over the microbatches of all ranks so far. Collective: every
+        data-parallel rank must call it.
 
-        It is the same number on any rank count, for the same losses. The losses are those passed to
+        The same value for any number of ranks, given the same losses. The losses are those passed
+        to
         `backward`: with a GradScaler they are scaled.
 
         Raises:
@@ -344,12 +348,13 @@ class Step:
             lambda some, others: (some[0] + others[0], some[1] + others[1]),
         )
         if not (weights.count or any(this.losses for this in last)):
-            raise ValueError(f"step {self.number}: no loss yet, call step.backward first")
+            raise ValueError(f"step {self.number}: loss() needs at least one step.backward()")
         total = float(weights)
         return float(terms) / total if total else 0.0
 
     def rank_loss(self) -> torch.Tensor:
-        """This rank's part of `loss()`, without an exchange or a wait for the device. Any rank.
+        """Return this rank's part of `loss()`, without communication and without synchronizing the
+        device. Any rank may call it.
 
         For a log that averages over the ranks when it is written, not in each step: the mean of the
         ranks' parts is `loss()`, up to rounding.
@@ -364,11 +369,11 @@ class Step:
         last = self._run.passes[-1] if self._run.is_complete else None
         if last is None or last.total is None:
             raise ValueError(
-                f"step {self.number}: call rank_loss() after the loop over microbatches(), with a "
-                "step.backward in each of them, and without own_backward=True"
+                f"step {self.number}: call rank_loss() after the loop over microbatches(), with "
+                "step.backward in every microbatch, and without own_backward=True"
             )
         _, first = last.losses[0]
-        # In at least float32, so that a sum of many losses loses nothing.
+        # In at least float32, so that a sum of many losses is accurate.
         total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
         for weight, loss in last.losses:
             if weight:
@@ -376,26 +381,25 @@ class Step:
         return total.reshape(())
 
     def _current(self, what: str) -> tuple[Pass, MicrobatchSlot]:
-        """The running pass, and the microbatch of its body.
+        """Return the running pass, and the microbatch of its body.
 
         Args:
-            what: what the caller asked for, for the error.
+            what: the attribute or method of the caller, for the error.
         """
         this = self._run.passes[-1] if self._run.passes else None
         if this is None or this.slot is None:
             raise ValueError(
-                f"step.{what} belongs to one microbatch: use it within `for batch in "
-                "step.microbatches(model)`"
+                f"step.{what} is only available inside `for batch in step.microbatches(model)`"
             )
         return this, this.slot
 
     def _divisor_of(self, units: float, slot: MicrobatchSlot) -> float:
-        """The divisor of weights until the step's total is known: one for all losses of a step.
+        """Return the divisor of weights until the step's total is known: one for all losses of it.
 
         It is the number of microbatches times a power of two near an ordinary weight, namely that
         of the first microbatch of the first step in which it is not 0. The choice of the power does
-        not change a bit of the result, unless gradients underflow. All data-parallel ranks, in a
-        step's first call, until the power is known.
+        not change a bit of the result, unless gradients underflow. Collective over the
+        data-parallel ranks in a step's first call, until the power is known.
 
         Args:
             units: weight of the current microbatch.
@@ -411,26 +415,26 @@ class Step:
         return self._divisor
 
     def _check_evaluated(self, this: Pass) -> None:
-        """Refuse a backward in a pass that began without gradients."""
+        """Check that a pass that started without gradients had no backward."""
         if this.losses:
             raise ValueError(
-                f"step {self.number}: step.backward was called in a pass that began under "
-                "torch.no_grad(), which exchanges no gradients: begin the loop over microbatches() "
-                "outside of it"
+                f"step {self.number}: step.backward was called in a pass that started under "
+                "torch.no_grad(), which reduces no gradients. Start the loop over microbatches() "
+                "outside it."
             )
 
     def _open_sync(
         self, model: nn.Module, own_backward: bool, trains: bool, is_new: bool
     ) -> GradientSync:
-        """The exchange of a model's gradients in one pass over the microbatches."""
+        """Return the exchange of a model's gradients in one pass over the microbatches."""
         ranks, position = self._ranks, self._position
         if position.exact is None or not trains:
             return GradientSync(model, ranks, position.group)
         if own_backward:
             raise ValueError(
                 "exact=True: own_backward=True weights losses by a rank's microbatches, so the sum "
-                "depends on the number of ranks: call step.backward(loss), or run backward of "
-                "step.scale(loss)"
+                "depends on the number of ranks. Call step.backward(loss), or "
+                "step.scale(loss).backward()."
             )
         plan = self._run.plan
         return position.exact.open_sync(model, ranks, position.group, plan, is_new, position.notes)
@@ -440,6 +444,7 @@ class Step:
         """The data-parallel ranks, available during the iteration of the loader."""
         if self._position.ranks is None:
             raise ValueError(
-                f"step {self.number}: the loop over the loader has ended; use the step within it"
+                f"step {self.number}: this step is over: use it only inside the loop over the "
+                "loader"
             )
         return self._position.ranks

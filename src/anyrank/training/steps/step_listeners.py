@@ -1,5 +1,5 @@
-"""Listeners of a process: when a run counts a step, when an optimizer makes one, and around what
-a loader fetches ahead of one.
+"""Listeners of a process: when a run counts a step, when an optimizer steps, and around fetches
+of a loader for the next step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _around_fetches: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 class _OptimizerWatcher(Protocol):
-    """The interface to watch the steps of the process's optimizers, in any thread."""
+    """The interface to observe the steps of the process's optimizers, in any thread."""
 
     def see_step(self, optimizer: Optimizer, has_stepped: bool) -> None:
-        """Called before and after each step; an exception comes out of the optimizer's `step`."""
+        """Called before and after each step; an exception is raised from the optimizer's `step`."""
         ...
 
 
@@ -33,7 +33,7 @@ _watchers: list[ref[_OptimizerWatcher]] = []
 
 
 def on_step(call: Callable[[], object]) -> None:
-    """Call this after each step that this process counts, until the process ends."""
+    """Register a function to call after each step that this process counts, until it ends."""
     _listeners.append(call)
 
 
@@ -44,7 +44,7 @@ def tell_of_step() -> None:
 
 
 def around_fetches(enter: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter this around each fetch ahead of a loader's step; return the function that ends it."""
+    """Register a context for fetches ahead of a loader's step; return the function that ends it."""
     _around_fetches.append(enter)
 
     def end() -> None:
@@ -84,7 +84,7 @@ def _hook_optimizers() -> None:
     """
 
     def tell(has_stepped: bool, optimizer: Optimizer, *_: Any) -> None:
-        for entry in [*_watchers]:  # a copy, because another thread may begin and end passes
+        for entry in [*_watchers]:  # a copy, because another thread may start and end passes
             if (watcher := entry()) is not None:
                 watcher.see_step(optimizer, has_stepped)
 

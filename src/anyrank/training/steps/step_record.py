@@ -1,7 +1,7 @@
-"""The records that ranks exchange at the end of a step, and the one function that judges them.
+"""The records that ranks exchange at the end of a step, and the one function that checks them.
 
-Each rank makes a `StepRecord`; they are merged on their way, and every rank judges what they come
-to, so that every rank comes to the same end.
+Each rank makes a `StepRecord`; they are merged on their way, and every rank checks the result, so
+that every rank comes to the same conclusion.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class StepRecord:
     """The events that one rank, or some ranks, saw in a pass over a step's microbatches.
 
     Attributes:
-        ranks: how many.
+        ranks: number of ranks.
         weights: weights of the microbatches that had a backward, without copies.
-        without: the first microbatch that had none; None where all had one.
-        losses: digest of a rank's losses; in a model's first passes alone, as `values`, `norm` and
-            the squares. All digests are "" where those of the ranks differ.
+        without: the first microbatch that had none; None if all had one.
+        losses: digest of a rank's losses; only in a model's first passes, like `values`, `norm` and
+            the squares. All digests are "" if those of the ranks differ.
         refusal: why a rank's gradients cannot be summed, and the way out; None if they can.
-        values: digest of the parameters that no wrapper keeps equal.
+        values: digest of the parameters that no wrapper keeps the same.
         states: state of each parameter that no wrapper exchanges: frozen, without a gradient, or
-            with one on any rank; None where ranks freeze different ones.
+            with one on any rank; None if ranks freeze different ones.
         squared_norm: sum of the squares of their gradients.
         norm: digest of it.
-        least, most: those of each parameter that DDP exchanges, the same of its gradient, on the
-            ranks with the least and the most.
-        is_finite: whether all of these are.
-        used: with exact=True, of each unit of FSDP2 the parameters that a microbatch has used.
+        least, most: squared norms of the gradient of each parameter that DDP reduces, on the ranks
+            with the smallest and the largest.
+        is_finite: whether all of these are finite.
+        used: with exact=True, the parameters of each FSDP2 unit that a microbatch has used.
     """
 
     ranks: int
@@ -58,7 +58,7 @@ class StepRecord:
     used: list[set[int]] = field(default_factory=list[set[int]])
 
     def join(self, others: StepRecord) -> StepRecord:
-        """Merge what ranks have seen."""
+        """Merge the observations of ranks."""
         without = [k for k in (self.without, others.without) if k is not None]
         return StepRecord(
             ranks=self.ranks + others.ranks,
@@ -94,25 +94,25 @@ def judge(
     values: Mapping[str, str],
     ranks: Ranks,
 ) -> bool:
-    """Judge what the ranks have seen. All ranks.
+    """Check the observations of all ranks. Collective.
 
     Args:
         number: number of the step.
         record: record of all ranks.
         own_states: states of this rank.
-        summed: names of the parameters that no wrapper exchanges.
-        exchanged: names of the parameters that DDP exchanges.
+        summed: names of the parameters that no wrapper reduces.
+        exchanged: names of the parameters that DDP reduces.
         values: shape and hash of this rank's parameters, whose hash is in its record.
         ranks: the data-parallel ranks.
 
     Returns:
-        Whether the record shows that each gradient is exchanged once. It does not where gradients
-        are all zero or not finite, or equal because the losses are.
+        True if the record shows that each gradient is reduced once. It does not if gradients are
+        all zero or not finite, or equal because the losses are.
 
     Raises:
-        ValueError: on all ranks: a rank's gradients cannot be summed; some microbatches had a
+        ValueError: on every rank: a rank's gradients cannot be summed; some microbatches had a
             backward and some had none; ranks have different parameters, or freeze different ones;
-            a gradient is exchanged twice, or not at all; weights that no wrapper keeps equal
+            a gradient is reduced twice, or not at all; weights that no wrapper keeps the same
             differ.
     """
     if record.refusal:
@@ -128,43 +128,43 @@ def judge(
 
 
 def check_backwards(number: int, weights: Collection[object], without: Collection[int]) -> None:
-    """Refuse a step in which some microbatches had a backward and some had none.
+    """Check that all microbatches of a step had a backward, or none.
 
     Raises:
         ValueError: names the first microbatch without.
     """
     if weights and without:
         raise ValueError(
-            f"step {number}: microbatch {min(without)} had no step.backward, and others "
-            "had one: to leave it out, call step.backward(loss, weight=0) in it, and give the "
-            "others their weight= too, as len(batch)"
+            f"step {number}: step.backward() was not called for microbatch {min(without)}, but was "
+            "for others. To skip a microbatch, call step.backward(loss, weight=0) and pass weight= "
+            "(for example len(batch)) in all the others."
         )
 
 
 def _refuse_trainable(names: Sequence[str], own_states: bytes, ranks: Ranks) -> None:
-    """Refuse parameters that are trained on some ranks only. All ranks.
+    """Raise an error for parameters that are trained only on some ranks. Collective.
 
     Args:
-        names: names of this rank's parameters that no wrapper exchanges.
+        names: names of this rank's parameters that no wrapper reduces.
         own_states: the state of each.
         ranks: the data-parallel ranks.
 
     Raises:
-        ValueError: on all ranks; names the first such parameter.
+        ValueError: on every rank; names the first such parameter.
     """
     for by_text in unlike(ranks, WHAT, {"count": str(len(own_states))}).values():
         title = "the number of parameters without a wrapper differs between ranks"
         text = describe_texts(title, by_text, ranks.name_ranks)
-        raise ValueError(f"{text}: build the same model on all ranks")
+        raise ValueError(f"{text}. Build the same model on every rank.")
     lines = {name: str(state != FROZEN) for name, state in zip(names, own_states, strict=True)}
     for name, by_text in unlike(ranks, WHAT, lines).items():
         title = f"requires_grad of {name} differs between ranks"
         text = describe_texts(title, by_text, ranks.name_ranks)
-        raise ValueError(f"{text}: freeze the same parameters on all ranks")
+        raise ValueError(f"{text}. Freeze the same parameters on every rank.")
 
 
 def _check_alike(values: Mapping[str, str], record: StepRecord, ranks: Ranks) -> None:
-    """Refuse a model without a wrapper that differs between the ranks. All ranks.
+    """Check that a model without a wrapper is the same on every rank. Collective.
 
     Args:
         values: shape and hash of each of this rank's parameters, by name.
@@ -172,59 +172,59 @@ def _check_alike(values: Mapping[str, str], record: StepRecord, ranks: Ranks) ->
         ranks: the data-parallel ranks.
 
     Raises:
-        ValueError: on all ranks; names the first parameter that differs, and the way out.
+        ValueError: on every rank; names the first parameter that differs, and the way out.
     """
     if record.values.digest:
         return
     wrong = differing({"weights": values}, {"weights": record.values}, ranks, limit=1)
     for name, by_text in wrong["weights"].items():
-        title = f"{name} differs between ranks, as shape and hash"
+        title = f"{name} is not the same on every rank (shape and hash)"
         text = describe_texts(title, by_text, ranks.name_ranks)
         raise ValueError(
-            f"{text}: begin with the same weights on all ranks, by torch.manual_seed(0) "
-            "before the model is made, by anyrank.load(), or by DistributedDataParallel, "
-            "which takes the first rank's"
+            f"{text}. Start from the same weights: call torch.manual_seed(0) before you build the "
+            "model, use anyrank.load(), or wrap it in DistributedDataParallel, which broadcasts "
+            "the first rank's."
         )
 
 
 def _check_not_exchanged(record: StepRecord) -> bool:
-    """Refuse gradients that something exchanged although there is no wrapper.
+    """Check that gradients without a wrapper have not been reduced already.
 
     Args:
-        record: record of all ranks; the norm is that of a rank's gradients before the exchange, and
-            0 where nothing is to be checked.
+        record: record of all ranks; the norm is that of a rank's gradients before the reduction,
+            and 0 if nothing must be checked.
 
     Returns:
-        Whether this could be determined: not if the losses are equal on all ranks, as in a run on
-        dummy data, because the gradients may then be equal by themselves.
+        True if this could be determined: not if the losses are the same on every rank, for example
+        with dummy data, because the gradients may then be the same anyway.
 
     Raises:
-        ValueError: the gradients are equal on all ranks, and the losses are not; on all ranks.
+        ValueError: the gradients are the same on every rank, but the losses differ; on every rank.
     """
     norm = record.squared_norm
-    # Where all ranks overflow, as with the first scale of a GradScaler, all norms are inf.
+    # If all ranks overflow, for example with the first scale of a GradScaler, all norms are inf.
     if record.ranks > 1 and norm and math.isfinite(norm) and record.norm.digest:
         if record.losses.digest:
             return False
         raise ValueError(
-            "gradients are equal on all ranks before the exchange, so a wrapper has exchanged "
-            "them: give microbatches() the wrapped model (DistributedDataParallel)"
+            "gradients are already the same on every rank, so a wrapper has reduced them. Pass the "
+            "wrapped model (DistributedDataParallel) to microbatches()."
         )
     return True
 
 
 def _check_exchanged(names: Sequence[str], record: StepRecord) -> bool:
-    """Check that DDP has exchanged its gradients, after the last microbatch.
+    """Check that DDP has reduced its gradients, after the last microbatch.
 
     Args:
-        names: names of the parameters that DDP exchanges.
-        record: record of all ranks; without squares where nothing is to be checked.
+        names: names of the parameters that DDP reduces.
+        record: record of all ranks; without squares if nothing must be checked.
 
     Returns:
-        Whether this could be determined: not from gradients that are all zero, or not finite.
+        True if this could be determined: not from gradients that are all zero, or not finite.
 
     Raises:
-        ValueError: DDP has not exchanged them; on all ranks.
+        ValueError: DDP has not reduced them; on every rank.
     """
     if not record.is_finite:
         return False
@@ -233,10 +233,10 @@ def _check_exchanged(names: Sequence[str], record: StepRecord) -> bool:
     for name, least, most in rows:
         if most - least > ROUNDING * most:
             raise ValueError(
-                f"the gradients of {name} differ between ranks after the step's last "
-                "microbatch, so DistributedDataParallel has not exchanged them: call the "
-                "wrapped model itself in the loop, not model.module or a part of it, and not "
-                "under no_sync(); if the forward leaves parameters out, or some are frozen since "
-                "it was wrapped, DistributedDataParallel(find_unused_parameters=True)"
+                f"the gradients of {name} differ between ranks after the step's last microbatch, "
+                "so DistributedDataParallel did not reduce them. Call the DDP model itself, not "
+                "model.module or a part of it, and not under no_sync(). If some parameters are "
+                "unused or were frozen after wrapping, pass find_unused_parameters=True to "
+                "DistributedDataParallel."
             )
     return has_gradients or not names

@@ -29,7 +29,7 @@ class Pass:
         plan: the step.
         sync: the exchange of its gradients.
         ranks: the data-parallel ranks.
-        is_new: whether it must be found out how the model's gradients are exchanged.
+        is_new: whether it is unknown how the model's gradients are reduced.
         own_backward: whether the caller weights the losses.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pass:
         weights: weights by microbatch, without copies.
         losses: losses of all microbatches, with their weights, which are 0 for copies.
         total: total of the weights of all ranks, once the pass has ended without own_backward.
-        in_own_backward: whether a backward of a given loss is running, or is to come.
+        in_own_backward: whether the backward of a known loss is running, or is still to come.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Pass:
         self.weights: dict[int, float] = {}
         self.losses: list[tuple[float, torch.Tensor]] = []
         self.total: float | None = None
-        self._is_weighted: bool | None = None  # whether weights are given; None before a backward
+        self._is_weighted: bool | None = None  # whether weights are passed; None before a backward
         self._without: list[int] = []  # the microbatches that had no backward
         self.in_own_backward = False
         self._saw_other_backward = False
         self._kept: torch.nn.Parameter | None = None  # has a gradient since the first microbatch
-        # Gradients of the training step may still be there while the model is evaluated.
+        # Gradients of the training step may still exist while the model is evaluated.
         self._had_gradients = any(parameter.grad is not None for parameter in sync.parameters)
 
     # -- a microbatch -----------------------------------------------------------------------------
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
-        """Run the pass; a new model's parameters report gradients of losses not given.
+        """Run the pass; a new model's parameters report gradients of unknown losses.
 
         Raises:
             ValueError: from an optimizer's step in a microbatch's body.
@@ -85,7 +85,7 @@ class Pass:
         """Run the loop's body for a microbatch.
 
         Raises:
-            ValueError: it had no backward, and others had one.
+            ValueError: it had no backward, but others had one.
         """
         self.is_last = is_last
         try:
@@ -103,22 +103,25 @@ class Pass:
             check_backwards(self.plan.number, self.weights, self._without)
 
     def add_loss(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: Any) -> float:
-        """Note the loss of the current microbatch, before its backward; return its weight.
+        """Record the loss of the current microbatch, before its backward; return its weight.
 
         Raises:
             TypeError, ValueError: as for `Step.backward`.
         """
         check_type("loss", loss, torch.Tensor, "the mean loss of a microbatch, a tensor")
         if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {list(loss.shape)}: give the mean, one value")
+            raise ValueError(f"the loss has shape {list(loss.shape)}: expected a scalar, the mean")
         check_type("weight", weight, (Real, torch.Tensor, NoneType), "a number")
         units = as_float("weight", self.plan.size(slot.k) if weight is None else weight)
         if self._is_weighted is (weight is None):
-            raise ValueError(f"step {self.plan.number}: give weight= in each backward or in none")
+            raise ValueError(
+                f"step {self.plan.number}: pass weight= in every backward of a step, or in none"
+            )
         self._is_weighted = weight is not None
         if not 0 <= units < math.inf or self.weights.get(slot.k, units) != units:
             raise ValueError(
-                f"weight is {units}: give at least 0, and the same value throughout a microbatch"
+                f"weight={units}: must be at least 0, and the same for all backward calls of one "
+                "microbatch"
             )
         if not slot.is_copy:
             self.weights[slot.k] = units
@@ -130,9 +133,9 @@ class Pass:
         return units
 
     def see_step(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
-        """Refuse an optimizer's step while microbatches of this rank are to come.
+        """Check that no optimizer steps while this rank has further microbatches.
 
-        Also refuse one in the last body, unless the gradients were whole there. That is checked
+        In the last body a step is allowed if the gradients were complete there. That is checked
         after the step, because a framework's own hook may end the pass before the step.
         """
         if has_stepped is not self.is_last or not self._trains(optimizer):
@@ -140,14 +143,14 @@ class Pass:
         is_plain = not self._is_weighted and self.plan.samples == self.plan.assumed_samples
         if not (self.is_last and is_plain and self.sync.is_whole_in_last):
             raise ValueError(
-                f"step {self.plan.number}: {type(optimizer).__name__}.step() in the loop over "
-                "microbatches(), where the gradients are those of a part of the step: call step() "
-                "and zero_grad() once, after the loop; if that was left and a variable keeps its "
-                "iterator, drop it"
+                f"step {self.plan.number}: {type(optimizer).__name__}.step() was called inside the "
+                "loop over microbatches(), where gradients are incomplete. Call step() and "
+                "zero_grad() once, after the loop. (If you left the loop early, delete the "
+                "variable that holds its iterator.)"
             )
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer that steps in a body has parameters of this pass."""
+        """Return True if an optimizer that steps in a body has parameters of this pass."""
         if self.slot is None:
             return False
         trained = {*map(id, self.sync.parameters)}
@@ -155,29 +158,30 @@ class Pass:
         return any(id(param) in trained for param in params)
 
     def _check_kept(self) -> None:
-        """Refuse to go on if the gradients of earlier microbatches were reset.
+        """Check that the gradients of earlier microbatches were not reset.
 
-        Those of one of several models may be: a generator's loss gives the discriminator some.
+        Those of one of several models may be: a generator's loss adds some to the discriminator.
         """
         if self._kept is None or self._kept.grad is not None or self.own_backward:
             return
         if all(parameter.grad is None for parameter in self.sync.parameters):
             raise ValueError(
-                f"step {self.plan.number}: the gradients of the microbatches before are gone, as "
-                "zero_grad() in the loop over microbatches() leaves them: call it after the loop, "
-                "once in a step"
+                f"step {self.plan.number}: gradients of earlier microbatches were reset, probably "
+                "by zero_grad() inside the loop over microbatches(). Call zero_grad() once per "
+                "step, after the loop."
             )
 
     # -- the end ----------------------------------------------------------------------------------
 
     def end(self, divisor: float | None) -> bool:
-        """Compare the ranks' observations, and finish the gradients. All data-parallel ranks.
+        """Compare the ranks' observations, and finish the gradients. Collective over the
+        data-parallel ranks.
 
         Args:
             divisor: divisor of the losses' weights, if they had any.
 
         Returns:
-            Whether a new model's gradients are known to be exchanged once.
+            True if a new model's gradients are known to be reduced once.
 
         Raises:
             ValueError: as for `judge`.
@@ -185,7 +189,7 @@ class Pass:
         sync, plan = self.sync, self.plan
         record, values = self._record()
         own_states = record.states or b""
-        # Without it a refusal is each rank's own: all make the same calls, so all refuse.
+        # Without it the error is each rank's own: all make the same calls, so all raise it.
         must_compare = sync.meets or bool(self._is_weighted) or self.is_new
         if must_compare:
             record = self.ranks.reduce(WHAT, record, StepRecord.join)
@@ -193,7 +197,8 @@ class Pass:
         is_checked = judge(plan.number, record, own_states, *names, values, self.ranks)
         if self._is_weighted is not None and not self.own_backward:
             self.total = float(record.weights) if must_compare else plan.samples
-        # No rank has run a backward, as in an evaluation; a rank with copies alone has losses.
+        # No rank has run a backward, for example in an evaluation; a rank with only copies has
+        # losses.
         if not (record.weights.count or self.losses or self.own_backward):
             sync.drop_unfinished()
             return False
@@ -208,16 +213,16 @@ class Pass:
         return is_checked
 
     def _record(self) -> tuple[StepRecord, dict[str, str]]:
-        """Record what this rank has seen; also return shape and hash of its hashed parameters."""
+        """Record this rank's observations; also return shape and hash of its hashed parameters."""
         sync, refusal = self.sync, None
         has_losses = self._is_weighted is not None
         is_untold = not has_losses and not self._had_gradients and sync.has_gradients()
         if not self.own_backward and (self._saw_other_backward or is_untold):
             refusal = (
-                f"step {self.plan.number}: gradients were computed without step.backward, so they "
-                "are a sum that depends on the number of ranks: call step.backward(loss), or run "
-                "backward of step.scale(loss), as in accelerator.backward(step.scale(loss)); or "
-                "pass microbatches(model, own_backward=True) and weight the losses yourself"
+                f"step {self.plan.number}: loss.backward() was called directly, so the gradient "
+                "depends on the number of ranks. Use step.backward(loss), or "
+                "step.scale(loss).backward(), as in accelerator.backward(step.scale(loss)); to "
+                "weight the losses yourself, pass own_backward=True to microbatches()."
             )
         losses = [float(loss) for _, loss in self.losses] if self.is_new else []
         values = sync.values() if self.is_new and self.ranks.size > 1 else {}
@@ -230,7 +235,7 @@ class Pass:
             refusal=refusal,
             values=Compared(digest_of(values.items()), rank),
         )
-        # Gradients that an evaluation finds are those of the training, exchanged already.
+        # Gradients that an evaluation finds are those of the training, already reduced.
         has_exchanged = has_losses or self.own_backward
         return sync.complete(record, self.is_new and has_exchanged), values
 
@@ -243,7 +248,7 @@ class StepRun:
         plan: the step.
         seen: ids of the samples that this rank has run, without copies and repeats.
         passes: passes over its microbatches; all but the last ran to their ends.
-        batches: returns the iterator of the last pass, or None if nobody has it any more: held
+        batches: returns the iterator of the last pass, or None if it no longer exists: held
             weakly, so that leaving the loop ends the pass.
     """
 
@@ -254,7 +259,7 @@ class StepRun:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the last pass ran to its end."""
+        """Return True if the last pass ran to its end."""
         return bool(self.passes) and self.passes[-1].is_complete
 
     def leave(self) -> None:

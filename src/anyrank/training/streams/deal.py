@@ -1,17 +1,17 @@
-"""The lane that gives microbatch k of a step: a table that all ranks have without an exchange.
+"""The lane that supplies microbatch k of a step: a table that all ranks compute by themselves.
 
-The shards of a source are dealt once, when an epoch begins: of L = min(K, shards) lanes, lane i has
-the shards at places i, i + L, i + 2 L of the epoch's order. Each microbatch of a step belongs to a
-lane; a lane with several gives them its blocks in turn, in the order of the microbatches. A lane
+The shards of a source are dealt once, when an epoch starts: of L = min(K, shards) lanes, lane i has
+the shards at positions i, i + L, i + 2 L of the epoch's order. Each microbatch of a step belongs to
+a lane; a lane with several supplies their blocks in turn, in the order of the microbatches. A lane
 looks as far ahead as its microbatches of the next step. If it finds its end, microbatches for which
 it has no block go to the lanes with the fewest. So a microbatch has no sample only if its lane was
-given to it in the step before, or in the first step of an epoch. The table follows from how many
-blocks each lane has left.
+assigned to it in the previous step, or in the first step of an epoch. The table follows from the
+number of blocks that each lane has left.
 
-A mixture has several sources with lanes of their own. For each step it is drawn from which source a
+A mixture has several sources with their own lanes. For each step it is drawn from which source a
 microbatch takes its block. A source that ends before the epoch does is dealt again, to lanes that
 repeat their shards until the epoch is over. So do the lanes of an endless source, each of which has
-one shard; a microbatch takes the lanes that it has in turn. Pure Python: no torch, no ranks.
+one shard; a microbatch takes its lanes in turn. Pure Python: no torch, no ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Until = Literal["first", "all"]
 
 @dataclass(frozen=True)
 class Constants:
-    """The values that a deal depends on besides the rows that were read.
+    """The values on which a deal depends, besides the rows that were read.
 
     Attributes:
         num_microbatches: number K of microbatches in a step.
         seed: seed of the draws of sources.
         weights: weight of each source.
-        until: whether the first source that ends, or the last one, ends an epoch.
+        until: whether an epoch ends with the first source that ends, or with the last one.
         endless: whether no source ends.
     """
 
@@ -50,15 +50,15 @@ class Constants:
 
 
 class Opening(NamedTuple):
-    """A lane, as its reader has to know it.
+    """The state and shards of a lane, for its reader.
 
     Attributes:
         lane, source: numbers of the lane and of its source.
-        reading: tells apart the times that a source is dealt in a run.
+        reading: number of the times that a source was dealt in a run.
         first_place: place of its first shard in the source's order.
         stride: distance between its shards.
         num_shards: number of shards of the source.
-        repeats: whether it begins its shards again after the last.
+        repeats: whether it restarts its shards after the last.
         state: where it continues.
     """
 
@@ -78,7 +78,7 @@ class Opening(NamedTuple):
 
 
 class Deal:
-    """The lanes of an epoch: the microbatches that each serves, and where each is.
+    """The lanes of an epoch: the microbatches that each supplies, and the position of each.
 
     Args:
         constants: constants of the run.
@@ -89,9 +89,9 @@ class Deal:
         has_ended: for each source, whether it has ended in the epoch.
         states: states of all lanes, those of one source after those of another.
         left: for each lane, the number of blocks that it has left, or -1 if that is unknown.
-        read: what was read of each source before it was dealt again.
+        read: counts of each source before it was dealt again.
         tables: for each source, the lane of each microbatch; for endless ones, its first lane. The
-            same object as long as no further lane's end is in sight.
+            same object as long as no further lane's end is known.
     """
 
     def __init__(self, constants: Constants, epoch: int, sizes: Sequence[int]) -> None:
@@ -135,12 +135,12 @@ class Deal:
         )
 
     def reading(self, source: int) -> int:
-        """Return the number of the reading in which a source is dealt now."""
+        """Return the number of the current reading of a source."""
         return self.epoch + (self.has_ended[source] << 32)
 
     @property
     def is_over(self) -> bool:
-        """Return whether the epoch has no further step."""
+        """Return True if the epoch has no further step."""
         constants = self.constants
         ended = [
             is_over
@@ -156,7 +156,7 @@ class Deal:
 
         Args:
             step: number of the step in the run.
-            blocks: number of blocks that each lane has given before.
+            blocks: number of blocks that each lane has supplied before.
         """
         constants = self.constants
         if len(self.sizes) == 1 and not constants.endless:
@@ -168,7 +168,7 @@ class Deal:
             sources = chance.choices(numbers, constants.weights, k=len(sources))
         lanes = [self.tables[source][k] for k, source in enumerate(sources)]
         if constants.endless:
-            # More shards than microbatches: lanes k, k + K and so on are microbatch k's.
+            # More shards than microbatches: lanes k, k + K and so on belong to microbatch k.
             stops = [self.starts[source + 1] for source in sources]
             others = [range(n, stop, len(lanes)) for n, stop in zip(lanes, stops, strict=True)]
             return [min(lanes_of_k, key=lambda lane: (blocks[lane], lane)) for lanes_of_k in others]
@@ -180,12 +180,12 @@ class Deal:
         return lanes
 
     def _is_ending(self, source: int) -> bool:
-        """Return whether a source has no block for some microbatch of a full step."""
+        """Return True if a source has no block for some microbatch of a full step."""
         left = self.left[self._lanes(source)]
         return min(left) >= 0 and sum(left) < self.constants.num_microbatches
 
     def is_unsure(self, lanes: Collection[int]) -> bool:
-        """Return whether all lanes of a mixture's step may have no block, since none was read."""
+        """Return True if all lanes of a mixture's step may have no block, because none was read."""
         blocks = [(self.left[lane], self.states[lane].blocks) for lane in lanes]
         has_known = any(left > 0 or (left < 0 and num_given) for left, num_given in blocks)
         is_mixture = len(self.sizes) > 1 and not self.constants.endless
@@ -193,11 +193,11 @@ class Deal:
 
     @property
     def blocks(self) -> list[int]:
-        """Numbers of blocks that the lanes have given."""
+        """Return the number of blocks that each lane has supplied."""
         return [state.blocks for state in self.states]
 
     def shared_with(self, microbatches: Collection[int]) -> set[int]:
-        """Find the lanes that may give a block to others than these microbatches."""
+        """Find the lanes that may supply a block to other microbatches than these."""
         shared = {
             lane for table in self.tables for k, lane in enumerate(table) if k not in microbatches
         }
@@ -208,7 +208,7 @@ class Deal:
 
     @property
     def looks(self) -> dict[int, int]:
-        """Numbers of blocks that each lane looks for: one more than it has microbatches."""
+        """Return the number of blocks that each lane looks for: one more than its microbatches."""
         if self.constants.endless:
             return {}
         return {n: num + 1 for table in self.tables for n, num in Counter(table).items()}
@@ -241,18 +241,18 @@ class Deal:
             self.states[lanes], self.left[lanes] = [LaneState()] * count, [-1] * count
 
     def _read_of(self, source: int) -> LaneState:
-        """Return what was read of a source in the epoch, as counts in a state."""
+        """Return the counts of a source in the epoch, in the form of a state."""
         return _sum_of([self.read[source], *self.states[self._lanes(source)]])
 
     @property
     def totals(self) -> list[LaneState]:
-        """Counts, as states, of what was read of each source in the epoch."""
+        """Return the counts of each source in the epoch, in the form of states."""
         return [self._read_of(source) for source in range(len(self.sizes))]
 
     # -- state ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return values of JSON, some 100 bytes for each lane."""
+        """Return JSON values, about 100 bytes per lane."""
         return {
             "sizes": [*self.sizes],
             "has_ended": [*self.has_ended],
@@ -263,7 +263,7 @@ class Deal:
 
     @staticmethod
     def from_json(value: Any, constants: Constants, epoch: int) -> Deal:
-        """Invert `to_json`; raise ValueError, TypeError or KeyError for anything else."""
+        """Read a deal from `to_json`'s form; raise ValueError, TypeError or KeyError if invalid."""
         deal = Deal(constants, epoch, [int(size) for size in value["sizes"]])
         states = [LaneState.from_json(row) for row in value["lanes"]]
         left = [int(number) for number in value["left"]]
@@ -271,7 +271,7 @@ class Deal:
         has_ended = [bool(ended) for ended in value["has_ended"]]
         pairs = (states, deal.states), (left, deal.left), (read, deal.read)
         if any(len(a) != len(b) for a, b in (*pairs, (has_ended, deal.has_ended))):
-            raise ValueError("the lanes do not fit the shards")
+            raise ValueError("the lanes do not match the shards")
         if min(left) < -1:
             raise ValueError(f"a lane has {min(left)} blocks left")
         deal.states, deal.left, deal.read, deal.has_ended = states, left, read, has_ended
@@ -284,7 +284,7 @@ def _choose_lanes(microbatches: Sequence[int], left: Sequence[int]) -> list[int]
 
     Args:
         microbatches: numbers of the microbatches, in their order.
-        left: number of blocks that each lane has left, or -1 if its end is not in sight.
+        left: number of blocks that each lane has left, or -1 if its end is not known.
     """
     chosen, moving, loads = list[int](), list[int](), [0] * len(left)
     for number, k in enumerate(microbatches):
@@ -305,14 +305,14 @@ def _choose_lanes(microbatches: Sequence[int], left: Sequence[int]) -> list[int]
         added.append(lane)
         if load + 1 < most[lane]:
             heappush(spare, (load + 1, lane))
-    # In the order of the lanes, so that neighbors, which are one rank's, have few lanes.
+    # In the order of the lanes, so that neighboring microbatches of a rank have few lanes.
     for number, lane in zip(moving, sorted(added), strict=False):
         chosen[number] = lane
     return chosen
 
 
 def _sum_of(states: Sequence[LaneState]) -> LaneState:
-    """Add up the counts of some states into one state."""
+    """Add the counts of some states into one state."""
     return LaneState(
         passed=sum(state.passed for state in states),
         blocks=sum(state.blocks for state in states),

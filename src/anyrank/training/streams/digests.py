@@ -9,19 +9,19 @@ from itertools import islice
 from typing import Any, cast
 from zlib import crc32
 
-SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that go into a digest
+SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that are used for a digest
 
 
 def digest_of(row: Any) -> str:
-    """Digest a row: some values of a long one, spread over it, and the type of an object."""
+    """Return a digest of a row: some values of a long one, spread over it; an object's type."""
     text = ""
-    with suppress(Exception):  # an unusual value counts by its type
+    with suppress(Exception):  # an unusual value is identified by its type
         text = _as_text(row)
     return f"{crc32(text.encode(errors='replace')):08x}"
 
 
 def _as_text(value: Any) -> str:
-    """Return text that tells a value from others, in some microseconds."""
+    """Return text that distinguishes a value from others, in a few microseconds."""
     if isinstance(value, int | float | complex | None):
         return repr(value)
     if isinstance(value, str | bytes):
@@ -40,5 +40,5 @@ def _as_text(value: Any) -> str:
 
 
 def _spread(values: Any) -> Any:
-    """Return some elements of a sequence, from its beginning to its end."""
+    """Return some elements of a sequence, from its start to its end."""
     return values[:: -(-len(values) // SPREAD)] if len(values) > SPREAD else values

@@ -17,7 +17,7 @@ from anyrank.training.streams.workers import BlockReader
 
 
 class OpenStreams(Streams):
-    """Streams as a loader takes them."""
+    """Streams in the form that a loader needs."""
 
     position_class = StreamPosition
 
@@ -34,7 +34,7 @@ def open_shards(
     endless: bool,
     options: Mapping[str, Any],
 ) -> OwnOrder:
-    """Open the dataset of `ElasticLoader.from_shards` with its options; raises the same errors."""
+    """Open the dataset of `ElasticLoader.from_shards` with its options; raise the same errors."""
     _check_options(options)
     check_bool(endless=endless)
     if lengths is None:
@@ -44,8 +44,8 @@ def open_shards(
     for name, value in options_given.items():
         if value is not None:
             raise ValueError(
-                f"{name}= with lengths=: the order of known lengths is planned, which knows no "
-                f"{name}: remove one of them"
+                f"{name}= cannot be combined with lengths=, because the order of known lengths is "
+                f"planned without {name}. Remove one of them."
             )
     return Shards(shards, read, lengths)
 
@@ -66,10 +66,10 @@ def open_iterable(
     check_choice("until", until, get_args(Until))
     if until != "first" and (mix is None or endless):
         why = "there are no epochs" if endless else "there is one dataset, and no mix="
-        raise ValueError(f"until={until!r} says when a mixture's epoch ends, but {why}: remove it")
+        raise ValueError(f"until={until!r} says when a mixture's epoch ends, but {why}. Remove it.")
     if mix is None:
         if isinstance(dataset, Mapping):
-            raise ValueError("a dict of datasets is a mixture: give mix=, a weight for each name")
+            raise ValueError("a dict of datasets is a mixture: pass mix=, a weight for each name")
         return OpenStreams({"": open_parts(dataset, transform, window, endless)}, endless=endless)
     datasets = _check_mix(dataset, mix)
     sources = {
@@ -82,12 +82,15 @@ def open_iterable(
 def open_map_style(
     dataset: Any, transform: Any, weights: Any, tail: str, on_batch_change: str
 ) -> OwnOrder:
-    """The dataset of an `ElasticLoader` with a transform, whose samples are to be seen."""
+    """Return the stream of an `ElasticLoader` with a dataset and a transform."""
     options = {"tail": tail, "on_batch_change": on_batch_change}
     _check_options(options)
     _check_tail(options)
     if weights is not None:
-        raise ValueError("weights= with transform=: samples are read once each: remove one of them")
+        raise ValueError(
+            "weights= cannot be combined with transform=, which reads samples once each. Remove "
+            "one."
+        )
     return OpenStreams({"": MapStyleStream(dataset, transform)})
 
 
@@ -95,36 +98,36 @@ def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:
     """Return the datasets of a mixture; raise TypeError and ValueError for wrong arguments."""
     if not isinstance(mix, Mapping) or not isinstance(datasets, Mapping):
         raise TypeError(
-            'mix= is of a dict of datasets: from_iterable({"code": a, "text": b}, '
+            'mix= needs a dict of datasets: from_iterable({"code": a, "text": b}, '
             'mix={"code": 1, "text": 3})'
         )
     if {*datasets} != {*mix} or not all(isinstance(name, str) for name in mix):
         raise ValueError(
-            f"mix has {', '.join(map(str, mix))}, the datasets are "
-            f"{', '.join(map(str, datasets))}: give each of them a weight, by its name"
+            f"mix= has {', '.join(map(str, mix))}, but the datasets are "
+            f"{', '.join(map(str, datasets))}. Pass a weight for each of them, by its name."
         )
     weights = list(mix.values())
     if any(isinstance(w, bool) or not isinstance(w, int | float) for w in weights):
-        raise TypeError(f"mix={mix}: give a number for each dataset")
+        raise TypeError(f"mix={mix}: must have a number for each dataset")
     if not all(0 <= w < float("inf") for w in weights) or not any(weights):
-        raise ValueError(f"mix={mix}: give weights of at least 0, one of them more")
+        raise ValueError(f"mix={mix}: weights must be at least 0, and one must be positive")
     return datasets
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that need an order which does not depend on the sizes of steps."""
+    """Check that no option needs an order that does not depend on the sizes of steps."""
     if options.get("on_batch_change", "error") != "error":
         raise ValueError(
-            f"on_batch_change={options['on_batch_change']!r}: a step has rows of as many lanes as "
-            "microbatches, so a run only continues with its own global_batch: remove it"
+            f"on_batch_change={options['on_batch_change']!r}: a stream cannot be resumed with a "
+            "different global_batch, because its lanes depend on it. Remove on_batch_change=."
         )
 
 
 def _check_tail(options: Mapping[str, Any]) -> None:
-    """Refuse to drop samples that do not fill a step: lanes leave no such rest."""
+    """Check that tail= is not "drop": lanes leave no samples that fill no step."""
     if options.get("tail") == "drop":
         raise ValueError(
-            "tail='drop': every row of a stream is in a step, and an epoch's last ones are "
-            "shorter: remove it, give the lengths of the shards, or with buckets "
-            "anyrank.Buckets(key, drop_last=True)"
+            "tail='drop' is not supported for streams, whose every row is in a step, and whose "
+            "last steps of an epoch may be short. Remove it, pass the lengths of the shards, or "
+            "with buckets use anyrank.Buckets(key, drop_last=True)."
         )

@@ -1,9 +1,9 @@
-"""Datasets that cut themselves into shards, such as Hugging Face's IterableDataset.
+"""Datasets that divide themselves into shards, such as Hugging Face's IterableDataset.
 
-How a stream of `datasets` treats its rows is read off its chain of steps, which it keeps under
+How a stream of `datasets` treats its rows is read from its chain of steps, which it keeps under
 private names (docs/dev/private-names.md). A step that treats each row by itself, such as `map`, is
-done by shard. One that counts rows over the whole stream, such as `take`, keeps its meaning only in
-one shard. One that mixes rows with its own generator, or has divided them already, is refused.
+done by shard. One that counts rows over the whole stream, such as `take`, is only correct in one
+shard. One that mixes rows with its own generator, or has divided them already, is rejected.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from anyrank.checks import check_int
 from anyrank.training.streams.sources import Stream
 
-# Words in the names of steps of a Hugging Face stream that are refused -> why, and the way out.
+# Words in the names of rejected steps of a Hugging Face stream -> the reason, and the way out.
 REFUSED = {
-    "BufferShuffled": "shuffle() keeps rows in a buffer, which a resume cannot give back: give the "
-    "dataset before that call; the loader shuffles its shards, and with window= rows",
-    "Cycling": "interleave_datasets() mixes rows while it reads: give the datasets by name, "
-    'from_iterable({"a": a, "b": b}, mix={"a": 1, "b": 3})',
-    "Step": "it takes every n-th row, so others are left out: give the dataset before that call",
+    "BufferShuffled": "shuffle() keeps rows in a buffer, which a resume cannot restore. Pass the "
+    "dataset without that call; the loader shuffles its shards, and with window= its rows.",
+    "Cycling": "interleave_datasets() mixes rows while it reads. Pass the datasets by name, "
+    'from_iterable({"a": a, "b": b}, mix={"a": 1, "b": 3}).',
+    "Step": "it takes only every n-th row. Pass the dataset without that call.",
 }
 DIVIDED = (
-    "split_dataset_by_node() has divided it among the ranks already: give the dataset before that "
-    "call; the loader divides it"
+    "split_dataset_by_node() has already divided it among the ranks. Pass the dataset without that "
+    "call; the loader divides it."
 )
 ENDLESS = (
-    "repeat(None) gives each shard without an end, so shards after the first of a lane would never "
-    "be read: give the dataset before that call, and pass endless=True"
+    "repeat(None) repeats each shard without end, so shards after the first of a lane would never "
+    "be read. Pass the dataset without that call, and pass endless=True."
 )
-# Steps that call no function of the user's, so that nothing is drawn.
+# Steps that call no function of the user, so that nothing is drawn.
 PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Columns", "Formatted", "Skip", "Take"}
 KEEPING = {*PLAIN, "Examples"} - {"Skip", "Take"}  # and keep all rows
 COLUMNS = {"identity_func", "_rename_columns_fn"}  # of remove_columns and rename_column
@@ -60,7 +60,7 @@ class Parts:
 
 class SkippingParts(Parts):
     """Parts whose rows are skipped by the dataset. For those that draw no random numbers: draws for
-    rows that are skipped, or are in a batch with others, shift the draws after them.
+    rows that are skipped, or are in a batch with others, would shift later draws.
     """
 
     def __call__(self, name: str, start: int = 0) -> Iterator[Any]:
@@ -72,27 +72,27 @@ def open_parts(dataset: Any, transform: Any, window: int | None, endless: bool) 
     """Open the shards of a dataset.
 
     Raises:
-        TypeError: the dataset cannot be cut into shards.
-        ValueError: its rows cannot be read by shard, or its shards are not the same each time.
+        TypeError: the dataset cannot be divided into shards.
+        ValueError: its rows cannot be read shard by shard, or its shards differ each time.
     """
     kind = type(dataset).__name__
     if not callable(getattr(dataset, "shard", None)) or not hasattr(dataset, "num_shards"):
         raise TypeError(
-            f"dataset is a {kind}, which has no num_shards, or no shard(num_shards=, index=): give "
+            f"dataset is a {kind}, which has no num_shards, or no shard(num_shards=, index=). Pass "
             "Hugging Face's IterableDataset or a class with both; for files and generators use "
-            "ElasticLoader.from_shards(shards, read)"
+            "ElasticLoader.from_shards(shards, read)."
         )
     chain = [*_chain_of(getattr(dataset, "_ex_iterable", None))]
     names = [*map(_name_of, chain)]
     for name in names:
         if why := next((text for word, text in REFUSED.items() if word in name), None):
-            raise ValueError(f"this {kind} cannot be read by shards ({name}): {why}")
+            raise ValueError(f"this {kind} cannot be read shard by shard ({name}): {why}")
     if getattr(dataset, "_distributed", None) is not None:
-        raise ValueError(f"this {kind} cannot be read by shards: {DIVIDED}")
+        raise ValueError(f"this {kind} cannot be read shard by shard: {DIVIDED}")
     counts_rows = next(filter(None, map(_why_whole, names, chain)), None)
     repeats = any(getattr(step, "num_times", 1) is None for step in chain)
     if repeats and not counts_rows and not endless:
-        raise ValueError(f"this {kind} cannot be read by shards: {ENDLESS}")
+        raise ValueError(f"this {kind} cannot be read shard by shard: {ENDLESS}")
     resharded = dataset if counts_rows else _reshard(dataset, kind)
     shards = (
         [WHOLE]
@@ -107,23 +107,23 @@ def open_parts(dataset: Any, transform: Any, window: int | None, endless: bool) 
     if counts_rows:
         stream.note = (
             f"{counts_rows} counts rows over the whole stream, so it is one shard: every rank "
-            "reads all of it, and a resume the rows before its place"
+            "reads the whole stream, and a resume rereads the rows before its position"
         )
     return stream
 
 
 def _reshard(dataset: Any, kind: str) -> Any:
-    """Return the dataset in as many shards as it has.
+    """Return the dataset with its actual number of shards.
 
     Raises:
-        ValueError: it has another number of shards when it is asked again.
+        ValueError: its number of shards changes between calls.
     """
     twice = [dataset.reshard() if hasattr(dataset, "reshard") else dataset for _ in range(2)]
     counts = [check_int("num_shards", part.num_shards, 1) for part in twice]
     if len({*counts}) > 1:
         raise ValueError(
-            f"this {kind} has {counts[0]} shards, and {counts[1]} when it is asked again: the same "
-            "rows cannot be found after a resume; give a dataset of a fixed list of files"
+            f"this {kind} has {counts[0]} shards, but {counts[1]} when it is opened again, so a "
+            "resume could not find the same rows. Pass a dataset of a fixed list of files."
         )
     return twice[0]
 
@@ -155,7 +155,7 @@ def _own_function(step: Any) -> str:
 
 
 def _why_whole(name: str, step: Any) -> str | None:
-    """Name what a step does that only has a meaning for the whole stream; None if it is by row."""
+    """Return what a step does that is only correct for the whole stream; None if it is by row."""
     size, own_function = getattr(step, "batch_size", 1), _own_function(step)
     if own_function.startswith("_batch"):
         return "batch()"
@@ -175,7 +175,7 @@ def _why_whole(name: str, step: Any) -> str | None:
 
 
 def _length_of(dataset: Any, names: list[str]) -> int | None:
-    """Return the number of rows of a dataset if it knows it and no step leaves rows out."""
+    """Return the number of rows of a dataset if it is known and no step drops rows."""
     if hasattr(dataset, "__len__"):
         return len(dataset)
     splits = getattr(getattr(dataset, "info", None), "splits", None)

@@ -1,4 +1,4 @@
-"""What a transform keeps between rows, which a resume must find again."""
+"""What a transform keeps between rows, which a resume must restore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STATE_BYTES = 1024  # of a transform's state, as JSON
 
 
 def parts_of(value: Any) -> dict[str, str]:
-    """Digest an object's attributes, including those in slots."""
+    """Return digests of an object's attributes, including those in slots."""
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     parts |= getattr(value, "__dict__", {})
@@ -20,11 +20,11 @@ def parts_of(value: Any) -> dict[str, str]:
 
 
 def check_kept(transform: Any, fresh_parts: Mapping[str, str] | None) -> None:
-    """Refuse a transform that keeps something and offers no way to find it again.
+    """Check that a transform keeps nothing that a resume cannot restore.
 
     Args:
         transform: transform after some rows.
-        fresh_parts: digests of its attributes before the first; None: it says what it keeps.
+        fresh_parts: digests of its attributes before the first; None: it has its own method.
 
     Raises:
         TypeError: it has neither `held` nor `state_dict`, and no longer equals a fresh one.
@@ -34,11 +34,10 @@ def check_kept(transform: Any, fresh_parts: Mapping[str, str] | None) -> None:
     parts = parts_of(transform)
     if kept := [name for name, digest in parts.items() if fresh_parts.get(name) != digest]:
         raise TypeError(
-            f"{type(transform).__name__} keeps something in {', '.join(kept)}, which a "
-            "resume, and a rank that continues the lane, would not have: let held() return "
-            "the numbers of the rows that it still needs, which are fed again, or state_dict() "
-            "what it knows; if its samples do not depend on it (a cache, a count for a log), "
-            "let held() return []"
+            f"transform {type(transform).__name__} changed {', '.join(kept)}, which a resume, or a "
+            "rank that continues the lane, cannot restore. Implement held() to return the numbers "
+            "of the rows still needed (they are fed again), or state_dict(). If samples do not "
+            "depend on it (a cache, a counter for a log), return [] from held()."
         )
 
 
@@ -54,16 +53,16 @@ def inner_state_of(transform: Any) -> str:
         return ""
     name = type(transform).__name__
     way_out = (
-        "leave rows out of state_dict(), and give their numbers by held(): they are read and "
-        "fed again after a resume"
+        "Leave rows out of state_dict(), and return their numbers from held(): they are read and "
+        "fed again after a resume."
     )
     try:
         text = json.dumps(state)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}.state_dict(): not values of JSON ({error}): {way_out}") from error
+        raise TypeError(f"{name}.state_dict() does not return JSON ({error}). {way_out}") from error
     if len(text) > STATE_BYTES:
         raise TypeError(
-            f"{name}.state_dict(): {len(text)} bytes, and a lane's may have {STATE_BYTES}, as "
-            f"the ranks tell it each other in each step: {way_out}"
+            f"{name}.state_dict() has {len(text)} bytes, but a lane's limit is {STATE_BYTES}, "
+            f"because ranks exchange it in every step. {way_out}"
         )
     return text

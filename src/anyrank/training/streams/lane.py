@@ -1,15 +1,15 @@
-"""A lane: the reader of some shards, which gives blocks, each the samples of one microbatch.
+"""A lane: the reader of some shards, which yields blocks, each the samples of one microbatch.
 
 A lane reads its shards one after the other and feeds the rows to its transform; the samples of the
-transform are cut into blocks. The blocks of a lane depend only on data, seed and K:
+transform are divided into blocks. The blocks of a lane depend only on data, seed and K:
 
 1. A block takes samples until it is full, a transform cuts it, or the shards end. The lane
 then looks some blocks further, so that its reader knows how many are left at its end.
-2. Rows are read in pieces, each under random generators of its own, and with `window=` in an order
-of its own. So a piece can be read again, anywhere.
-3. The state of a lane is the place of the piece that gave its last samples, and how many of them
-were given; with a transform, also which rows before that piece it still needs. Any process that
-continues with the lane reads these again. No row is part of a state.
+2. Rows are read in pieces, each under its own random generators, and with `window=` in its own
+   order. So a piece can be read again, anywhere.
+3. The state of a lane is the position of the piece that made its last samples, and how many of them
+   were returned; with a transform, also which rows before that piece it still needs. Any process
+   that continues with the lane reads these again. No row is part of a state.
 
 Pure Python: no torch, no ranks.
 """
@@ -40,23 +40,23 @@ class Cut:
 
 
 CUT: Final = Cut()
-"""Among the samples that a stream's transform gives: the microbatch ends here."""
+"""In the output of a stream's transform: the microbatch ends here."""
 
 
 class LaneState(NamedTuple):
-    """The place where a lane continues, and counts since it was dealt, as values of JSON.
+    """The position where a lane continues, and its counts since it was dealt, as JSON values.
 
     Attributes:
-        passed, row: shards before the piece that gave the last samples, and the piece's first row.
+        passed, row: shards before the piece that made the last samples, and the piece's first row.
         length: rows of that piece; 0 for the end of the lane, -1 before anything is read.
-        num_given: number of its samples that were given.
+        num_given: number of its samples that were returned.
         first_passed, first_row: the oldest row that the transform needs; without one, the piece.
         needed: bits of the rows from there to the piece, as hex digits.
         inner: the transform's own state before the piece, as JSON; empty without one.
         digest: digest of the piece's first row, as hex digits; empty before it was read.
-        blocks, rows: numbers of blocks given, and of rows read.
+        blocks, rows: numbers of blocks returned, and of rows read.
         units_fed, units_given: the transform's units (tokens), in rows and in samples.
-        dropped: number of rows that the transform says it has left out.
+        dropped: number of rows that the transform reports as dropped.
     """
 
     passed: int = 0
@@ -89,13 +89,13 @@ class Source(Protocol):
     """The interface by which shards are read.
 
     Attributes:
-        piece: number of rows that are read at once.
+        piece: number of rows that are read at a time.
     """
 
     piece: int
 
     def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
-        """Open the rows of a shard from one on, which begins a piece."""
+        """Open the rows of a shard from one on, which starts a piece."""
         ...
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
@@ -125,12 +125,12 @@ class Lane:
         transform: a fresh transform, or None.
         shard_at: returns the lane's shards, by their places in it; None after the last.
         state: where it continues.
-        num_shards: number of its shards if it repeats them, until they give no sample.
+        num_shards: number of its shards if it repeats them, until they make no sample.
 
     Attributes:
         state: state after the blocks that were taken.
         left: number of blocks that it still has, if fewer than it looked for; otherwise -1.
-        changes: pieces that were read again and had another first row: shard, start, stop.
+        changes: pieces that were read again and had a different first row: shard, start, stop.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class Lane:
         self.num_shards = num_shards
         self.left = -1
         self.changes: list[tuple[int, int, int]] = []
-        self._passed, self._row = state.passed, state.row  # place of the next piece
+        self._passed, self._row = state.passed, state.row  # position of the next piece
         self._rows: Iterator[Any] | None = None  # the rest of the shard
         self._samples: list[Any] = []
         self._newest, self._num_newest = state, 0  # state and samples of the last piece
         self._pieces: deque[tuple[LaneState, int]] = deque()  # for the samples: states, and counts
         self._num_cuts = 0
         self._is_new, self._is_over = True, False
-        # The first shard that is read as a whole since the last sample, and the rows held then.
+        # The first shard that is read whole since the last sample, and the rows held then.
         self._barren_from, self._num_held = state.passed + (state.length >= 0), 0
-        # The rows that may be fed again: their numbers, from the oldest on, and places.
+        # The rows that may be fed again: their numbers, from the oldest on, and positions.
         self._fed: deque[tuple[int, int, int]] = deque()
         self._num_fed, self._num_forgotten = 0, 0
         self._has_units = hasattr(transform, "_units_fed")
@@ -180,7 +180,7 @@ class Lane:
             look: number of blocks to look for after it.
 
         Raises:
-            CheckpointError: a shard has other rows than before.
+            CheckpointError: a shard has different rows than before.
             Exception: reading or the transform failed; it gets a note.
         """
         self._drop_cuts()
@@ -193,7 +193,7 @@ class Lane:
             pass
         self.left = left if self._is_over and left < most else -1
         units = sum(map(self.transform._units_of, samples)) if self._has_units else 0
-        if self.has_ended:  # what was read since without a sample, too
+        if self.has_ended:  # including rows that were read since without a sample
             self.state = self._newest._replace(num_given=self._num_newest)
         self.state = self.state._replace(
             blocks=before.blocks + bool(samples), units_given=before.units_given + units
@@ -202,7 +202,7 @@ class Lane:
 
     @property
     def progress(self) -> str:
-        """Describe its place in its shards, for an error."""
+        """Describe its position in its shards, for an error."""
         shard = self.shard_at(self.state.passed)
         if shard is None:
             return "the end of the shards"
@@ -211,7 +211,7 @@ class Lane:
     # -- samples ----------------------------------------------------------------------------------
 
     def _find_stop(self, size: int) -> int | None:
-        """Find where the block ends; None if its last sample is not there yet."""
+        """Find where the block ends; return None if its last sample has not been read yet."""
         if self._num_cuts:
             for index, sample in enumerate(islice(self._samples, size)):
                 if sample is CUT:
@@ -219,7 +219,7 @@ class Lane:
         return size if len(self._samples) >= size else None
 
     def _count_blocks(self, size: int, most: int) -> int:
-        """Count the blocks that the present samples make, up to a number."""
+        """Count the blocks that the current samples make, up to a number."""
         if not self._num_cuts:
             return min(most, -(-len(self._samples) // size))
         blocks = num_samples = 0
@@ -240,7 +240,7 @@ class Lane:
             self._give(1)
 
     def _give(self, count: int) -> None:
-        """Remove the first samples; take the state of the piece that gave the last of them."""
+        """Remove the first samples; set the state of the piece that made the last of them."""
         if self._num_cuts:
             self._num_cuts -= sum(sample is CUT for sample in islice(self._samples, count))
         del self._samples[:count]
@@ -300,7 +300,7 @@ class Lane:
             self._is_over = True
             samples = [] if self.transform is None else self._end()
         state = self._newest._replace(digest=digest)
-        if not is_read_again:  # otherwise it is counted already
+        if not is_read_again:  # otherwise it is already counted
             state = state._replace(rows=state.rows + len(rows))
             if self._has_units:
                 fed = transform._units_fed - fed
@@ -343,10 +343,10 @@ class Lane:
         self._num_fed = number
 
     def _next_piece(self, stop: tuple[int, int] | None = None) -> tuple[int, int, list[Any]]:
-        """Read the next piece that has rows; return its place and rows, none after the last shard.
+        """Read the next piece with rows; return its position and rows, none after the last shard.
 
         Args:
-            stop: place that ends the search, for rows that were read before.
+            stop: position that ends the search, for rows that were read before.
         """
         while (shard := self._next_shard(stop)) is not None:
             passed, row = self._passed, self._row
@@ -372,13 +372,13 @@ class Lane:
         """Return the shard to read next, or None; see `_next_piece`."""
         if stop is not None:
             return self.shard_at(self._passed) if (self._passed, self._row) < stop else None
-        is_end = self.state.length == 0  # as it was found before
+        is_end = self.state.length == 0  # found earlier
         if self.num_shards is not None and (is_end or self._is_barren(self.num_shards)):
             return None
         return self.shard_at(self._passed)
 
     def _is_barren(self, num_shards: int) -> bool:
-        """Return whether all shards were read without a sample, and without holding more rows."""
+        """Return True if all shards were read without a sample, and without holding more rows."""
         if self._passed - self._barren_from < num_shards:
             return False
         get_held = getattr(self.transform, "held", None)
@@ -394,9 +394,9 @@ class Lane:
     def _changed(self, passed: int) -> CheckpointError:
         shard = self.shard_at(passed) or self._shard(passed - 1)
         return CheckpointError(
-            f"shard {self.source.name(shard[1])}, lane {self.number}: its rows have changed since "
-            "it was read before, or the transform makes something else of them: put back the old "
-            "rows and transform, or start a new run from the weights"
+            f"shard {self.source.name(shard[1])}, lane {self.number}: the rows, or what the "
+            "transform makes of them, differ from the first read. Restore both, or start a new "
+            "run from the weights."
         )
 
     def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
@@ -418,7 +418,7 @@ class Lane:
             raise
 
     def _end(self) -> list[Any]:
-        """End the transform; return its samples of the rest."""
+        """End the transform; return its remaining samples."""
         self.source.seed_transform(self.transform, self.reading, -1, self.number)
         try:
             return _as_list(self.transform.end(), f"{type(self.transform).__name__}.end")
@@ -439,9 +439,9 @@ class Lane:
         numbers = sorted(n - self._num_forgotten for n in get_held()) if get_held else []
         if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
             raise ValueError(
-                f"{type(self.transform).__name__}.held() gives {get_held and sorted(get_held())}: "
-                f"give numbers of rows that were fed, from 0 to "
-                f"{self._num_forgotten + len(self._fed) - 1}, that it has held since"
+                f"{type(self.transform).__name__}.held() returned "
+                f"{get_held and sorted(get_held())}: must be numbers of rows that were fed and "
+                f"held since, from 0 to {self._num_forgotten + len(self._fed) - 1}"
             )
         needless = numbers[0] if numbers else len(self._fed)
         for _ in range(needless):
@@ -461,10 +461,10 @@ def epoch_of(reading: int) -> int:
 
 
 def _as_list(samples: Any, name: str) -> list[Any]:
-    """Return what `feed` or `end` gave; a sample that was given without its list would be cut."""
+    """Return the samples of `feed` or `end`; a sample outside a list would be taken apart."""
     if not isinstance(samples, list | Iterator):
         raise TypeError(
-            f"{name} gave a {type(samples).__name__}: let it return a list of samples, as "
-            "[sample], or [] for none"
+            f"{name} returned a {type(samples).__name__}; it must return a list of samples, "
+            "[sample] for one and [] for none"
         )
     return [*cast("Iterable[Any]", samples)]

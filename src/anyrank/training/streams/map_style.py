@@ -1,6 +1,7 @@
-"""A dataset with a length as a stream, for a transform that has to see samples to make batches.
+"""A dataset with a length as a stream, for a transform that must see samples to make batches.
 
-Its samples come in the epoch's order, which is cut into as many shards as a step has microbatches.
+Its samples come in the epoch's order, which is divided into as many shards as a step has
+microbatches.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ class MapStyleStream(Stream):
     """The samples of a dataset.
 
     Args:
-        dataset: with a length and `dataset[i]`.
+        dataset: has a length and `dataset[i]`.
         transform: transform of the loader.
     """
 
     def __init__(self, dataset: Any, transform: Any) -> None:
         self.dataset, self._length = dataset, length_of(dataset)
         if not self._length:
-            raise ValueError("the dataset is empty: there is nothing to train on")
+            raise ValueError("the dataset is empty, so there is nothing to train on")
         super().__init__([0], iter, transform, None, self._length)
         self.has_start = True
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
-        """Take the settings of the loader."""
+        """Set the settings of the loader."""
         super().begin(seed, shuffle, global_batch, microbatch)
         count = max(1, min(global_batch // microbatch, self._length))
         parts = range(count)
@@ -46,7 +47,7 @@ class MapStyleStream(Stream):
         return iter(order.ids(reading, bounds[0] + row, bounds[1]).tolist())
 
     def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
-        """The next samples, under their random generators."""
+        """Return the next samples, under their random generators."""
         reseed(derive(self.seed, reading, shard, row, "rows"))
         ids = list(islice(rows, self.piece))
         get_items = getattr(self.dataset, "__getitems__", None)

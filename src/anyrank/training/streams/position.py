@@ -1,9 +1,9 @@
-"""The position of an `ElasticLoader` over streams: what its lanes have read, equal on all ranks.
+"""The position of an `ElasticLoader` in streams: what its lanes have read, the same on every rank.
 
 A rank reports its blocks with the agreement on their batches; the rank with a lane's last block of
-the step also reports where the lane is. So before the last microbatch of a step runs, all ranks
-know what the step has, which lanes come to their end, and whether a step follows. Asking for that
-changes nothing: a step's plan, and the plan of the step after it, are each made once.
+the step also reports the lane's position. So before the last microbatch of a step runs, all ranks
+know the content of the step, which lanes come to their end, and whether a step follows. Reading
+that changes nothing: a step's plan, and the plan of the step after it, are each made once.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
 
-BLOCKS_NOTED = 1000  # most before they are summed up, which takes some 100 us
+BLOCKS_NOTED = 1000  # maximum before they are summed up, which takes about 100 us
 CHANGES_NOTED = 20  # in an epoch
-# For a block: its microbatch, its samples, its changes, and for a lane's last one its place.
+# For a block: its microbatch, samples and changes, and for a lane's last one the lane's position.
 Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan(StepPlan):
-    """A step: the lanes whose blocks are its microbatches. Its samples are known when it was read.
+    """A step: the lanes whose blocks are its microbatches. Its samples are known once it is read.
 
     Attributes:
         deal: deal before the step.
         lanes: lanes of the microbatches.
         blocks: numbers of the blocks in these lanes.
-        sizes: numbers of samples of the microbatches, as far as they are known.
-        states: states of the lanes after the step, with the number of blocks that each has left, as
-            far as they are known.
+        sizes: numbers of samples of the microbatches, if they are known.
+        states: states of the lanes after the step, with the number of blocks that each has left, if
+            they are known.
         changes: pieces that had changed when they were read again: lane, shard, start, stop.
         follows: the deal after the step, and the plan of the next one, if any; once it is known.
         kept: a batch of this rank for its copies.
@@ -84,11 +84,11 @@ class BlockPlan(StepPlan):
         return sum(self.sizes.values())
 
     def is_unknown(self, what: str) -> ValueError:
-        """Make the error for a caller that asks for something too early."""
+        """Make the error for a caller that needs a value too early."""
         return ValueError(
-            f"step {self.number}: {what} is not known yet, as rows are counted while they are "
-            "read, but in the last microbatch of a rank: ask after the loop over microbatches, and "
-            "weight losses by step.backward(loss)"
+            f"step {self.number}: {what} is not known before the last microbatch of a rank, "
+            "because rows are counted as they are read. Read it after the loop over "
+            "microbatches(); to weight losses, use step.backward(loss)."
         )
 
     @property
@@ -131,7 +131,7 @@ class StreamPosition(Position):
         self._deal_epoch()
 
     def _deal_epoch(self) -> None:
-        """Deal the shards of the epoch that begins."""
+        """Deal the shards of the epoch that starts."""
         self.deal = Deal(self.constants, self.epoch, [*map(len, self.streams.sources)])
         self._open()
 
@@ -146,9 +146,9 @@ class StreamPosition(Position):
     @property
     def steps_in_epoch(self) -> int:
         raise TypeError(
-            "the steps of an epoch are unknown, as rows are counted while they are read: end by "
-            "steps(until=) or steps(epochs=), or give the lengths of the shards "
-            "(anyrank.row_counts counts them)"
+            "the number of steps per epoch is unknown, because rows are counted as they are read. "
+            "Set a limit with steps(until=) or steps(epochs=), or pass the lengths of the shards "
+            "(see anyrank.row_counts)."
         )
 
     def begin_pass(self, ranks: Ranks, batches: Iterator[FetchedBatch]) -> None:
@@ -161,7 +161,7 @@ class StreamPosition(Position):
         return self._next
 
     def begin_step(self) -> StepRun:
-        """Begin the next step, once it is known to have a row."""
+        """Start the next step, once it is known to have a row."""
         plan, ranks = self.next_step(), self.ranks
         while plan.deal.is_unsure(plan.lanes) and not any(plan.sizes.values()):
             assert ranks is not None
@@ -261,19 +261,20 @@ class StreamPosition(Position):
         return FetchedBatch(answer, self._copy_for(plan)) if answer.is_empty else fetched
 
     def _no_samples(self, opening: Opening, answer: BlockAnswer) -> CheckpointError:
-        """Make the error for a shard of an endless stream that gives no sample any more."""
+        """Make the error for a shard of an endless stream that makes no more samples."""
         source, reader = opening.source, self.streams.sources[opening.source]
         shard = reader.shard_at(opening.reading, opening.first_place, opening.num_shards)
         name = self.streams.name_of(source, shard)
         if answer.state is None or not answer.state.rows:
             return CheckpointError(
-                f"shard {name} has no row, and endless=True would read it without end: leave it out"
+                f"shard {name} has no rows, and with endless=True it would be read forever. Remove "
+                "the shard."
             )
         transform = type(reader.transform).__name__
         return CheckpointError(
-            f"shard {name} was read from its begin to its end, and {transform} made no sample of "
-            "it, so endless=True would read it without end: leave the shard out, join it with "
-            f"another one, or let {transform} give samples of its rows"
+            f"shard {name} was read completely, but {transform} made no sample from it; with "
+            "endless=True it would be read forever. Remove the shard, merge it with another one, "
+            f"or make {transform} return samples for its rows."
         )
 
     def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
@@ -283,7 +284,7 @@ class StreamPosition(Position):
         return self.reader.read_once(plan.deal.opening(plan.lanes[slot.k]), plan.blocks[slot.k])
 
     def _copy_for(self, plan: BlockPlan) -> Any:
-        """Return a batch of another microbatch, for one that has no sample of its own.
+        """Return the batch of another microbatch, for one without a sample.
 
         Raises:
             CheckpointError: no lane has a row.
@@ -306,18 +307,18 @@ class StreamPosition(Position):
         if rows:
             transform = type(self.streams.sources[0].transform).__name__
             return CheckpointError(
-                f"epoch {self.epoch}: {transform} has made no sample of {count(rows, 'row')}: "
-                "there is nothing to train on; let feed(row) or end() return a list of samples, "
-                "and give Buckets with drop_last=True more rows for each lane"
+                f"epoch {self.epoch}: {transform} made no samples from {count(rows, 'row')}, so "
+                "there is nothing to train on. Return a list of samples from feed(row) or end(), "
+                "and provide more rows per lane for Buckets with drop_last=True."
             )
         return CheckpointError(
-            f"epoch {self.epoch}: none of the {shards} has a row: there is nothing "
-            "to train on. If read gives each rank or worker a part (webdataset's split_by_node), "
-            "leave that out: the loader divides the shards"
+            f"epoch {self.epoch}: none of the {shards} has a row, so there is nothing to train on. "
+            "If read() returns a part for each rank or worker (webdataset's split_by_node), remove "
+            "that: the loader divides the shards."
         )
 
     def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
-        """Learn what ranks report of their blocks; after the last of them the step is known."""
+        """Record the ranks' reports on their blocks; after the last of them the step is known."""
         for k, num_samples, changes, state in reports:
             lane = plan.lanes[k]
             plan.sizes[k] = num_samples
@@ -355,7 +356,7 @@ class StreamPosition(Position):
         self._leave_finished_epoch()
 
     def _sum_up(self) -> None:
-        """Count the blocks that were noted."""
+        """Count the noted blocks."""
         account, epoch = self.accounts[-1], self.epoch
         account.planned += receipt_of(epoch, torch.tensor(self._planned, device="cpu"))
         account.seen += receipt_of(epoch, torch.tensor(self._seen, device="cpu"))
@@ -366,15 +367,15 @@ class StreamPosition(Position):
         return super().rank_accounts(ranks)
 
     def _note_change(self, source: int, shard: int, start: int, stop: int) -> None:
-        """Tell the user, the report of a run, and the epoch's receipt."""
+        """Add a change to the log, the report of a run, and the epoch's receipt."""
         name = self.streams.name_of(source, shard)
         if len(self.changed) == CHANGES_NOTED:
             return
         self.changed.append(f"shard {name}, rows {start} to {stop - 1}")
         text = (
-            f"shard {name}: its rows {start} to {stop - 1} are not those that the run has read "
-            "before: rows of it may be lost, or come twice; put back the old shard, or, if read "
-            "draws numbers from a generator of its own, seed that"
+            f"shard {name}: rows {start} to {stop - 1} differ from those read earlier in this run, "
+            "so rows may be lost or repeated. Restore the original shard; if read() uses its own "
+            "random generator, seed it."
         )
         self.notes.append(text)
         log.warning(text)
@@ -397,7 +398,7 @@ class StreamPosition(Position):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return about 400 bytes, and 100 for each lane, of JSON values, equal on all ranks."""
+        """Return about 400 bytes, and 100 for each lane, of JSON values, the same on every rank."""
         self._sum_up()
         sources = zip(self.streams.names, self.streams.sources, self.deal.sizes, strict=True)
         return super().state_dict() | {
@@ -422,7 +423,7 @@ class StreamPosition(Position):
             notes = self._compare_shards(deal, state_dict["digests"], bool(receipt.count))
             if state_dict["mix"] != self.streams.mix:
                 notes.append(
-                    f"from step {saved['step']} on the mix is {self.streams.mix}, before it was "
+                    f"from step {saved['step']} on the mix is {self.streams.mix}; before, it was "
                     f"{state_dict['mix']}"
                 )
         if self.exact is not None:
@@ -432,7 +433,7 @@ class StreamPosition(Position):
     def _compare_shards(
         self, deal: Deal, digests: Mapping[str, Sequence[str]], is_under_way: bool
     ) -> list[str]:
-        """Return notes for shards that were appended; raise an error for other differences."""
+        """Return notes on appended shards; raise an error for other differences."""
         notes: list[str] = []
         for source, num_shards in enumerate(deal.sizes):
             stream, name = self.streams.sources[source], self.streams.names[source]
@@ -440,8 +441,9 @@ class StreamPosition(Position):
             present = len(stream)
             if num_shards > present:
                 raise CheckpointError(
-                    f"data position: the run has {num_shards} shards{of_source}, here are "
-                    f"{present}: give all shards of the run, in their order; others may follow"
+                    f"ElasticLoader: the saved run has {count(num_shards, 'shard')}{of_source}, "
+                    f"but {present} were passed. Pass all of them in the same order; new shards "
+                    "may be appended."
                 )
             own_digests = stream.digests(num_shards)
             for number, (before, now) in enumerate(zip(digests[name], own_digests, strict=True)):
@@ -449,22 +451,23 @@ class StreamPosition(Position):
                     start, stop = (n * num_shards // len(own_digests) for n in (number, number + 1))
                     names = ", ".join(stream.name(n) for n in range(start, min(stop, start + 3)))
                     raise CheckpointError(
-                        f"data position: shards {start} to {stop - 1}{of_source} are not those of "
-                        f"the run, here they are {names}{', ...' if stop > start + 3 else ''}: "
-                        "give the run's shards, in their order; others may follow"
+                        f"ElasticLoader: shards {start} to {stop - 1}{of_source} differ from those "
+                        f"of the saved run: {names}{', ...' if stop > start + 3 else ''} were "
+                        "passed. Pass the saved run's shards in the same order; new shards may be "
+                        "appended."
                     )
             if num_shards == present:
                 continue
             if self.constants.endless:
                 raise CheckpointError(
-                    f"data position: the run has {num_shards} shards{of_source}, here are "
-                    f"{present}: with endless=True no epoch begins in which others could come: "
-                    "give the run's"
+                    f"ElasticLoader: the saved run has {count(num_shards, 'shard')}{of_source}, "
+                    f"but {present} were passed. With endless=True no shards can be added, because "
+                    "no new epoch starts. Pass the saved run's shards."
                 )
             if is_under_way:
                 notes.append(
                     f"{count(present - num_shards, 'shard')} more{of_source} than the "
-                    f"{num_shards} of the run: they come with epoch {deal.epoch + 1}"
+                    f"{num_shards} of the saved run: used from epoch {deal.epoch + 1} on"
                 )
         return notes
 

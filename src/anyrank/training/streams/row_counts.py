@@ -21,16 +21,16 @@ def row_counts(
     """Count the rows of files, for `ElasticLoader.from_shards(lengths=)`.
 
     For parquet files only the footers are read (needs pyarrow); files of JSON lines are read once
-    from end to end (0.4 GB a second), without empty lines. Each rank may call it alone, or only one
-    of them.
+    from end to end (0.4 GB/s), without empty lines. Does not communicate: each rank may call it, or
+    only one of them.
 
     Args:
         paths: paths of files that end in .parquet, .pq, .jsonl or .ndjson.
-        kept_in: a file, for instance beside the run, that keeps the counts: a file of the same size
-            and time is not counted again.
+        kept_in: a file, for example in the run's folder, that caches the counts: a file of the same
+            size and time is not counted again.
 
     Raises:
-        ValueError: a file has another ending.
+        ValueError: a file has an unknown ending.
         OSError: a file does not exist.
 
     Example::
@@ -44,14 +44,14 @@ def row_counts(
         check_type("kept_in", kept_in, (str, os.PathLike), "a path")
     known: dict[str, Any] = {}
     if kept_in is not None and Path(kept_in).exists():
-        with suppress(ValueError, TypeError):  # a damaged entry is counted anew
+        with suppress(ValueError, TypeError):  # a corrupt entry is counted again
             known |= json.loads(Path(kept_in).read_text(encoding="utf-8"))
     counts: list[int] = []
     for path in map(Path, paths):
         if path.suffix not in PARQUET + LINES:
             raise ValueError(
-                f"paths has {path}: rows are counted of {', '.join(PARQUET + LINES)}: give "
-                "lengths= yourself, or leave it out: rows are then counted while they are read"
+                f"paths= has {path}, but only rows of {', '.join(PARQUET + LINES)} can be counted. "
+                "Pass lengths= yourself, or omit it: rows are then counted as they are read."
             )
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]

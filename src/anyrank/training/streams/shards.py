@@ -2,7 +2,7 @@
 
 The shards of an epoch, concatenated in the epoch's order, are divided into K lanes of equal length,
 one for each microbatch of a step. A step takes the next samples of every lane, so the worker of
-microbatch k reads one lane in sequence, and opens a shard only where the previous shard ends. This
+microbatch k reads one lane in sequence, and opens a shard only at the end of the previous one. This
 is an order like any other: steps, counts, state and receipts are those of `ElasticLoader`.
 """
 
@@ -24,7 +24,7 @@ from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.fetch import MicrobatchDataset, MicrobatchRequest, OwnOrder
 from anyrank.training.data.order import Order
 from anyrank.training.random_state.generators import kept
-from anyrank.training.streams.sources import Stream, be_the_only_worker
+from anyrank.training.streams.sources import Stream, hide_worker_info
 
 log = logging.getLogger("anyrank.data")
 
@@ -126,15 +126,15 @@ class Shards(OwnOrder):
         if num_shards < self.max_open and not self.stream.has_start:
             log.warning(
                 "%d shards with rows for %d lanes, the microbatches of a step: several lanes read "
-                "the same shard, each from its begin. Let read(shard, start=0) begin at a row, "
-                "give more and smaller shards, or leave lengths= out, which reads each shard once",
+                "the same shard, each from the start. Accept a start= argument in read(), pass "
+                "more, smaller shards, or omit lengths=, which reads each shard once.",
                 num_shards,
                 self.max_open,
             )
         return _ShardReader(self, seed, collate_fn)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its samples have random numbers of their own."""
+        """Start an epoch, with its own random numbers for samples."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.open.clear()
@@ -158,7 +158,7 @@ class Shards(OwnOrder):
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
         """Return the open iterator of a shard that is closest before a sample, or a new one."""
-        if self.stream.has_start:  # another lane's iterator stays where it is
+        if self.stream.has_start:  # another lane's iterator is not used
             first = number // self.stream.piece * self.stream.piece
             return first, self.rows(shard, first)
         starts = [start for opened, start in self.open if opened == shard and start <= number]
@@ -167,7 +167,7 @@ class Shards(OwnOrder):
         return max(starts), self.open.pop((shard, max(starts)))
 
     def rows(self, shard: int, first: int) -> Iterator[Any]:
-        """Read the samples of a shard from one on, which begins a piece; whole pieces are read."""
+        """Read the samples of a shard from one on, which starts a piece; whole pieces are read."""
         with kept():  # the random numbers of the microbatch are those of the collate_fn
             rest = self.stream.open(self.epoch, shard, first)
         while True:
@@ -187,16 +187,16 @@ class Shards(OwnOrder):
     def wrong(self, shard: int, how: str) -> CheckpointError:
         """Make the error for a shard whose length differs."""
         return CheckpointError(
-            f"shard {self.stream.shards[shard]!r} has {how} than {self.lengths[shard]} samples: "
-            "give its actual length, which must not change during a run"
+            f"shard {self.stream.shards[shard]!r} has {how} than {self.lengths[shard]} samples. "
+            "Pass its actual length, which must not change during a run."
         )
 
 
 class _ShardReader(MicrobatchDataset):
-    """Tells the shards which epoch their samples are for."""
+    """Sets the epoch of the shards' samples before it reads them."""
 
     def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
-        be_the_only_worker()
+        hide_worker_info()
         self.dataset.begin_epoch(request.epoch)
         return super().__getitem__(request)
 
@@ -212,7 +212,7 @@ def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, 
     sizes = tuple(lengths)
     if len(sizes) != len(shards) or any(type(size) is not int or size < 0 for size in sizes):
         raise ValueError(
-            f"lengths are {list(sizes)[:8]} for {len(shards)} shards: give each shard's number "
-            "of samples"
+            f"lengths= has {list(sizes)[:8]} for {len(shards)} shards: must be the number of "
+            "samples of each shard"
         )
     return sizes

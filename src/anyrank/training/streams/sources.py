@@ -22,14 +22,14 @@ from anyrank.training.streams.deal import Constants, Until
 from anyrank.training.streams.transforms import Buckets, Pack, resize
 
 LANES_NAME = "lanes-v3"
-DIGESTS = 16  # parts of a list of shards, to say where two lists differ
+DIGESTS = 16  # parts of a list of shards, to find where two lists differ
 LONGEST = 100  # characters of a transform's setting to show
-PIECE = 2  # microbatches of rows that are read at once: seeding costs 10 us each time
+PIECE = 2  # microbatches of rows that are read at a time: seeding costs 10 us each time
 
 
 @dataclass(frozen=True)
 class StreamOrder(Order):
-    """The order of the shards; that of the rows follows from what the lanes read.
+    """The order of the shards; the order of the rows follows from what the lanes read.
 
     Attributes:
         described: text on window and transform, which also determine the steps.
@@ -58,7 +58,7 @@ class Streams(OwnOrder):
         sources: sources by name.
         endless: whether none of them ends.
         mix: weight of each source; None for one source.
-        until: whether the first source that ends, or the last one, ends an epoch.
+        until: whether an epoch ends with the first source that ends, or with the last one.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Streams(OwnOrder):
         return StreamOrder(len(self), seed, shuffle, described, f"{derive(*digests, size=4):08x}")
 
     def constants(self, seed: int, num_microbatches: int) -> Constants:
-        """Return the values that deals depend on."""
+        """Return the values on which deals depend."""
         weights = [1.0] if self.mix is None else [float(self.mix[name]) for name in self.names]
         return Constants(num_microbatches, seed, tuple(weights), self.until, self.endless)
 
@@ -114,13 +114,13 @@ class Stream:
         shards: arguments of `read`.
         read: returns the rows of a shard; with `start=`, those from one on.
         transform: transform of the loader.
-        window: number of rows that are mixed, or None.
-        num_rows: number of rows of an epoch, if it is known from elsewhere.
+        window: number of rows in the shuffle buffer, or None.
+        num_rows: number of rows of an epoch, if it is known without reading.
 
     Attributes:
-        piece: number of rows that are read at once.
+        piece: number of rows that are read at a time.
         note: note for the user on how it is read.
-        fingerprint: text that must be equal on the ranks beside the names of the shards.
+        fingerprint: text that must be the same on every rank, besides the names of the shards.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Stream:
         _check_transform(transform)
         if window is not None:
             check_int("window", window, 1)
-        if not len(shards):  # of any sequence, as an array
-            raise ValueError("shards is empty: there is nothing to train on")
+        if not len(shards):  # of any sequence, such as an array
+            raise ValueError("shards= is empty, so there is nothing to train on")
         self.shards, self.function, self.transform = shards, read, transform
         self.window, self.piece, self.seed, self.shuffle = window, window or 1, 0, True
         self.num_rows = num_rows
@@ -159,14 +159,14 @@ class Stream:
         return described
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
-        """Take the settings of the loader."""
+        """Set the settings of the loader."""
         self.seed, self.shuffle, self.piece = seed, shuffle, self.window or PIECE * microbatch
         if isinstance(self.transform, Buckets):
             self.transform = resize(self.transform, microbatch)
 
     def digests(self, count: int) -> list[str]:
-        """Digest the first shards for comparison, in DIGESTS parts of neighbors."""
-        if count not in self._digests:  # each save asks
+        """Return digests of the first shards for comparison, in DIGESTS parts of neighbors."""
+        if count not in self._digests:  # each save needs them
             bounds = [number * count // DIGESTS for number in range(DIGESTS + 1)]
             self._digests[count] = [
                 f"{derive(*map(repr, self.shards[start:stop]), size=4):08x}"
@@ -175,10 +175,10 @@ class Stream:
         return self._digests[count]
 
     def shard_at(self, reading: int, number: int, num_shards: int) -> int:
-        """Return the shard at a place in the order of a reading."""
+        """Return the shard at a position in the order of a reading."""
         return int(Order(num_shards, self.seed, self.shuffle).ids(reading, number, number + 1))
 
-    # -- as lanes read it -------------------------------------------------------------------------
+    # -- the interface for lanes ------------------------------------------------------------------
 
     def name(self, shard: int) -> str:
         """Return the user's name for a shard, and its number."""
@@ -186,22 +186,22 @@ class Stream:
         return f"{text[:200]} (number {shard})"
 
     def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
-        """Open the rows of a shard from one on, which begins a piece."""
+        """Open the rows of a shard from one on, which starts a piece."""
         reseed(derive(self.seed, reading, shard, "open"))
         if row and self.has_start:
             rows = iter(self.function(self.shards[shard], start=row - 1))
             next(rows, None)  # draws on the way there happen now, and not in the piece
             return rows
         rows = iter(self.function(self.shards[shard]))
-        # Read as before: what is drawn for these rows may decide on those that follow.
+        # Read as before: random numbers drawn for these rows may decide which rows follow.
         for first in range(0, row, self.piece):
             reseed(derive(self.seed, reading, shard, first, "rows"))
             last = deque(enumerate(islice(rows, self.piece), 1), maxlen=1)
             count = last[0][0] if last else 0
             if count < self.piece:
                 raise CheckpointError(
-                    f"shard {self.name(shard)} has {first + count} rows now, and had at least "
-                    f"{row} before: a shard must give the same rows each time"
+                    f"shard {self.name(shard)} has {first + count} rows now, but had at least "
+                    f"{row} before. A shard must have the same rows each time."
                 )
         return rows
 
@@ -214,7 +214,7 @@ class Stream:
         return [piece[number - row] for number in self.numbers(reading, shard, row, len(piece))]
 
     def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random generators that a transform may draw from: any but Pack, and Buckets
+        """Set the random generators from which a transform may draw: any but Pack, and Buckets
         whose key is not a function.
         """
         is_still = type(transform) is Pack or (
@@ -233,23 +233,23 @@ class Stream:
 
 
 def _check_transform(transform: Any) -> None:
-    """Raise TypeError for anything that is not a transform."""
+    """Raise TypeError if the value is not a transform."""
     if isinstance(transform, type):
-        raise TypeError(f"transform is the class {transform.__name__}: give an object of it")
+        raise TypeError(f"transform=: pass an instance, not the class {transform.__name__}")
     if transform is not None and not all(
         callable(getattr(transform, name, None)) for name in ("feed", "end")
     ):
         raise TypeError(
-            f"transform is a {type(transform).__name__}: give anyrank.Pack, anyrank.Buckets, "
-            "or an object with feed(row) and end(), which return lists of samples; a generator "
-            "cannot continue in the middle after a resume"
+            f"transform=: expected anyrank.Pack, anyrank.Buckets, or an object with feed(row) and "
+            "end(), which return lists of samples (a generator cannot continue after a resume), "
+            f"got {type(transform).__name__}"
         )
 
 
-def be_the_only_worker() -> None:
-    """Make a worker look like the only one to the code in it, because it is asked for whole shards.
+def hide_worker_info() -> None:
+    """Make a worker look like the only one to its code, because it is asked for whole shards.
 
-    A `read` or a dataset that gives each worker of a DataLoader its part would leave rows out.
+    A `read` or a dataset that gives each worker of a DataLoader its part would skip rows.
     """
     info = get_worker_info()
     if info is not None:
@@ -258,7 +258,7 @@ def be_the_only_worker() -> None:
 
 
 def _describe_transform(transform: Any) -> str:
-    """Describe a transform by its class and plain settings, which a resume has to find again."""
+    """Describe a transform by its class and plain settings, which must be the same at a resume."""
     plain = {
         name: value
         for name, value in getattr(transform, "__dict__", {}).items()
@@ -269,7 +269,7 @@ def _describe_transform(transform: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the text of a setting identifies it."""
+    """Return True if the text of a setting identifies it."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, cast("list[Any]", value)))
     if isinstance(value, dict):
@@ -278,16 +278,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shorten(value: Any) -> str:
-    """Return a setting's text; for a long one the beginning, and a digest of all."""
+    """Return a setting's text; for a long one its start, and a digest of all."""
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:40]}... {derive(text, size=4):08x}"
 
 
 def _takes_start(read: Callable[..., Any]) -> bool:
-    """Return whether a function has an argument `start`.
+    """Return True if a function has an argument `start`.
 
     Raises:
-        TypeError: the argument cannot be left out, or cannot be given by name.
+        TypeError: the argument has no default, or cannot be passed by name.
     """
     try:
         start = inspect.signature(read).parameters.get("start")
@@ -295,7 +295,7 @@ def _takes_start(read: Callable[..., Any]) -> bool:
         return False
     if start is not None and (start.default is start.empty or start.kind is start.POSITIONAL_ONLY):
         raise TypeError(
-            f"read has an argument {start}, and is called as read(shard), and after a resume as "
-            "read(shard, start=8): let it be start=0, not positional-only, or give it another name"
+            f"read() has an argument {start}, but is called as read(shard), and after a resume as "
+            "read(shard, start=8). Accept start as a keyword with default 0, or rename it."
         )
     return start is not None

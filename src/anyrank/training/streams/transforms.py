@@ -1,6 +1,6 @@
 """`anyrank.Pack` and `anyrank.Buckets`: transforms of the rows of a lane.
 
-Neither keeps rows in its state: `held()` gives the ones that wait, and they are read again.
+Neither keeps rows in its state: `held()` returns the waiting ones, and they are read again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 
 from anyrank.checks import check_bool, check_function, check_int, check_type
 from anyrank.training.streams.lane import CUT
+from anyrank.wording import count
 
 IGNORED = -100  # a label that torch's cross entropy ignores
 WAITING = 64  # documents from which the one that fits best is chosen
 
 
 class _Piece(NamedTuple):
-    """A part of a document that waits: its number, tokens and labels, and those given before."""
+    """A part of a waiting document: its number, tokens and labels, and those returned before."""
 
     number: int
     tokens: torch.Tensor
@@ -30,9 +31,9 @@ class _Piece(NamedTuple):
 
 
 class _Numbered:
-    """A transform that knows the rows it is fed by their numbers, and by those in the lane.
+    """A transform that identifies its rows by their numbers, and by those in the lane.
 
-    Both numbers count up on their own. A lane sets them, because a subclass may leave rows out, and
+    Both numbers count up by themselves. A lane sets them, because a subclass may skip rows, and
     rows that are no longer needed are not fed again after a resume.
     """
 
@@ -41,9 +42,9 @@ class _Numbered:
     def _come_to(self, number: int, row_number: int) -> None:
         if self._num_fed > number:
             raise ValueError(
-                f"{type(self).__name__} has called the feed of its base class more than once for a "
-                "row, which can only be fed again as a whole after a resume: let read give more, "
-                "and smaller, rows"
+                f"{type(self).__name__} called feed() of its base class more than once for a row, "
+                "which can only be fed again as a whole after a resume. Return more, smaller rows "
+                "from read()."
             )
         self._num_fed, self._row_number = number, row_number
 
@@ -58,21 +59,20 @@ class Pack(_Numbered):
     """Packs documents into rows of `length` tokens, for `ElasticLoader.from_shards(transform=)`.
 
     A row is a dict of int64 tensors of shape [length]: `key` (the tokens), "labels" (the same, or
-    what `labels` names; -100 in padding), "position_ids" (0 at the first token of each part of a
-    document) and "document_ids" (0, 1, 2 and so on, -1 in padding): attention must not look from
-    one to another. Every token is in one row of an epoch.
+    those under `labels`; -100 in padding), "position_ids" (0 at the first token of each part of a
+    document) and "document_ids" (0, 1, 2 and so on, -1 in padding): mask attention across different
+    ids. Each token appears in exactly one row per epoch.
 
     Args:
         length: tokens of a row, at least 1.
         key: key of the tokens in a document, which is a dict: a list, an array or a tensor of ints.
         eos: a token to append to each document that is not empty; None for none.
-        labels: key of labels in a document, as many as tokens, which are cut in the same way;
+        labels: key of labels in a document, as many as tokens, which are split in the same way;
             default: the tokens. The label of an eos is the eos.
-        split: cut documents where a row is full. False keeps documents whole, unless they are
-            longer, and fills rows with the document that fits best, out of 64 that wait; needs
-            `pad`.
-        pad: the token that fills up a row. None: the last row of a lane is shorter, and is a
-            microbatch of its own.
+        split: whether to split a document at the end of a row. With False, documents stay whole
+            unless longer than `length`, rows are filled best-fit from a buffer of 64 documents, and
+            `pad` is required.
+        pad: padding token. None: the last row of a lane is shorter, and is its own microbatch.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -103,10 +103,7 @@ class Pack(_Numbered):
         if labels is not None:
             check_type("labels", labels, str, "the key of a document's labels, a str")
         if not split and pad is None:
-            raise ValueError(
-                "split=False keeps documents whole, so rows are not full: give pad=, the token "
-                "that fills them up"
-            )
+            raise ValueError("split=False leaves rows partly empty. Set pad= to the padding token.")
         self.key, self.labels, self.split = key, labels, split
         self._pieces: deque[_Piece] = deque()
         self._waiting = 0  # tokens
@@ -120,8 +117,8 @@ class Pack(_Numbered):
         labels = tokens if self.labels is None else _ints_of(row, self.labels, "labels")
         if labels.shape != tokens.shape:
             raise ValueError(
-                f"a document has {len(tokens)} tokens in {self.key!r}, and {len(labels)} labels in "
-                f"{self.labels!r}: give as many labels as tokens"
+                f"a document has {count(len(tokens), 'token')} in {self.key!r}, but "
+                f"{count(len(labels), 'label')} in {self.labels!r}. Pass as many labels as tokens."
             )
         if not len(tokens):
             return []  # no eos either
@@ -155,7 +152,7 @@ class Pack(_Numbered):
         """Return full rows of a longer document, and one of waiting documents if too many wait."""
         rows: list[Any] = []
         full = (len(piece.tokens) - 1) // self.length * self.length
-        if piece.number >= self._num_again:  # they were given when it was fed first
+        if piece.number >= self._num_again:  # otherwise they were returned when it was first fed
             for start in range(0, full, self.length):
                 stop = start + self.length
                 part = piece._replace(
@@ -168,7 +165,7 @@ class Pack(_Numbered):
         return rows
 
     def _put(self, piece: _Piece, start: int, is_first: bool = False) -> None:
-        """Let a document wait, from a token on."""
+        """Add a document to the waiting ones, from a token on."""
         tokens, labels = piece.tokens[start:], piece.labels[start:]
         rest = _Piece(piece.number, tokens, labels, piece.start + start)
         if is_first:
@@ -178,7 +175,7 @@ class Pack(_Numbered):
         self._waiting += len(tokens)
 
     def _take_fitting(self) -> list[_Piece]:
-        """Return the document that waits longest, and those that fit best beside it."""
+        """Return the document that waits longest, and those that best fill the rest of its row."""
         parts = [self._pieces.popleft()]
         left = self.length - len(parts[0].tokens)
         while fitting := [piece for piece in self._pieces if len(piece.tokens) <= left]:
@@ -203,7 +200,7 @@ class Pack(_Numbered):
         }
 
     def end(self) -> list[Any]:
-        """Return rows of the rest: with split=True one, which is short unless `pad` is given."""
+        """Return the remaining rows: with split=True one, which is short unless `pad` is set."""
         rows: list[Any] = []
         while self._pieces:
             if self.split:
@@ -219,17 +216,17 @@ class Pack(_Numbered):
         return rows
 
     def held(self) -> list[int]:
-        """Return the numbers of the documents that wait, in the order in which they were fed."""
+        """Return the numbers of the waiting documents, in the order in which they were fed."""
         return [piece.number for piece in self._pieces]
 
     def state_dict(self) -> int | None:
-        """Return the number of given tokens of the first waiting document, or how many wait."""
+        """Return how many tokens of the first waiting document were used, or how many wait."""
         if not self.split:
             return len(self._pieces)
         return self._pieces[0].start if self._pieces else None
 
     def load_state_dict(self, state: int) -> None:
-        """Restore the state; the documents that wait are fed again next."""
+        """Restore the state; the waiting documents are fed again next."""
         if self.split:
             self._start = state
         else:
@@ -244,15 +241,17 @@ class Pack(_Numbered):
 class Buckets(_Numbered):
     """Gives microbatches of one bucket each, for `transform=` of any `ElasticLoader`.
 
-    Rows wait until a bucket has a microbatch of them. Rows that wait at the end of a lane, or for
-    `patience` rows, become a smaller microbatch: every row is in one microbatch of an epoch. With
-    `drop_last=True` they are left out, and counted in the epoch's receipt.
+    Rows are buffered until a bucket can fill a microbatch. Rows that wait at the end of a lane, or
+    for `patience` rows, become a smaller microbatch: every row is in one microbatch of an epoch.
+    With `drop_last=True` they are dropped, and counted in the epoch's receipt.
 
     Args:
-        key: returns the bucket of a row, anything that can be a key of a dict: an aspect ratio, a
-            length class; or the key of it in a row. It depends on the row alone, and may draw.
-        patience: rows of the lane for which the first row of a bucket waits, at least 1.
-        drop_last: whether all microbatches are full.
+        key: a function from a row to its bucket (any hashable value: an aspect ratio, a length
+            class), or the name of a field that holds it. It must depend only on the row and the
+            seeded generators.
+        patience: maximum number of later rows of the lane for which a buffered row waits; at
+            least 1.
+        drop_last: whether incomplete microbatches are dropped.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -287,8 +286,8 @@ class Buckets(_Numbered):
         check_bool(drop_last=drop_last)
         self.drop_last, self._num_dropped = drop_last, 0
         self._microbatch = 0  # the loader sets its own
-        # With both numbers of each row. A bucket comes in with its first row and goes as a whole,
-        # so the one that waits longest is the first.
+        # With both numbers of each row. A bucket is added with its first row and removed as a
+        # whole, so the one that waits longest is the first.
         self._waiting: dict[Hashable, list[tuple[int, int, Any]]] = {}
 
     def feed(self, row: Any) -> list[Any]:
@@ -309,25 +308,26 @@ class Buckets(_Numbered):
         """Return the bucket of a row.
 
         Raises:
-            TypeError, ValueError: the value of `key` cannot tell buckets apart, or is missing.
+            TypeError, ValueError: the value of `key` cannot identify a bucket, or is missing.
         """
         name = f"Buckets({self.key!r})" if isinstance(self.key, str) else "Buckets(key)"
         bucket: Any = (
             _value_of(row, self.key, "key") if isinstance(self.key, str) else self.key(row)
         )
         if isinstance(bucket, torch.Tensor) and bucket.numel() == 1:
-            bucket = bucket.item()  # tensors of one value are different keys
+            bucket = bucket.item()  # tensors with the same value are different keys
         try:
             hash(bucket)
         except TypeError:
             raise TypeError(
-                f"{name} gives {_as_text(bucket)}, which cannot name a bucket: let key give a "
-                "number, a str or a tuple of these"
+                f"{name} returned {_as_text(bucket)}, which cannot identify a bucket. Return a "
+                "number, a str or a tuple of these."
             ) from None
         if isinstance(bucket, torch.Tensor) or bucket != bucket:
             raise ValueError(
-                f"{name} gives {_as_text(bucket)}, which is no bucket twice: let key give a "
-                "number, a str or a tuple of these"
+                f"{name} returned {_as_text(bucket)}, which is not equal to itself (such as NaN) "
+                "or "
+                "is a tensor. Return a number, a str or a tuple of these."
             )
         return bucket
 
@@ -336,7 +336,7 @@ class Buckets(_Numbered):
         return [row for *_, row in self._waiting.pop(bucket)]
 
     def _flush(self, bucket: Hashable) -> list[Any]:
-        """Return the microbatch of a bucket that is not full."""
+        """Return the incomplete microbatch of a bucket."""
         rows = self._take(bucket)
         if self.drop_last:
             self._num_dropped += len(rows)
@@ -344,11 +344,11 @@ class Buckets(_Numbered):
         return [CUT, *rows, CUT]
 
     def end(self) -> list[Any]:
-        """Return the rows that wait, each bucket as a microbatch, unless they are dropped."""
+        """Return the waiting rows, each bucket as a microbatch, unless they are dropped."""
         return [output for bucket in [*self._waiting] for output in self._flush(bucket)]
 
     def held(self) -> list[int]:
-        """Return the numbers of the rows that wait, in the order in which they were fed."""
+        """Return the numbers of the waiting rows, in the order in which they were fed."""
         return [number for rows in self._waiting.values() for _, number, _ in rows]
 
 
@@ -356,9 +356,9 @@ def _value_of(row: Any, key: str, argument: str) -> Any:
     """Return a value of a row that is a dict.
 
     Args:
-        row: row of the user's.
+        row: the user's row.
         key: key of the value.
-        argument: argument of the transform that gave the key.
+        argument: argument of the transform that is the key.
 
     Raises:
         TypeError: the row has no keys.
@@ -366,13 +366,13 @@ def _value_of(row: Any, key: str, argument: str) -> Any:
     """
     if not isinstance(row, Mapping):
         raise TypeError(
-            f"a row is {_as_text(row)}, and no dict with {key!r}: let read give dicts, as "
+            f"each row must be a dict with {key!r}, got {_as_text(row)}. Return dicts from read(): "
             f'{{"{key}": ...}}'
         )
     if key not in row:
         keys = ", ".join(map(repr, islice(cast("Mapping[Any, Any]", row), 8)))
         raise ValueError(
-            f"a row has no {key!r}, but {keys or 'nothing'}: give the {argument}= of it"
+            f"a row has no {key!r}, but {keys or 'nothing'}. Set {argument}= to its key."
         )
     return cast("Any", row[key])
 
@@ -384,17 +384,17 @@ def _ints_of(row: Any, key: str, argument: str) -> torch.Tensor:
         ints = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{key!r} of a row is {_as_text(value)}, and no list of ints ({error}): tokenize the "
-            f"row before, or give the {argument}= of its tokens"
+            f"{key!r} of a row must be a list of ints, got {_as_text(value)} ({error}). Tokenize "
+            f"rows in read(), or set {argument}= to the field with tokens."
         ) from error
     is_int = not (ints.is_floating_point() or ints.is_complex() or ints.dtype == torch.bool)
     if ints.dim() != 1 or not (is_int or not len(ints)):  # torch takes no values for floats
         raise ValueError(
-            f"{key!r} of a row has shape {list(ints.shape)} and dtype {ints.dtype}: give a list of "
-            "ints, or an array of one dimension, for each document"
+            f"{key!r} of a row has shape {list(ints.shape)} and dtype {ints.dtype}: must be a list "
+            "of ints, or a one-dimensional array of ints"
         )
     if ints.dtype == torch.uint64 and len(ints) and int(ints.cpu().numpy().max()) >= 2**63:
-        raise ValueError(f"{key!r} of a row has a token of 2**63 or more: tokens are int64")
+        raise ValueError(f"{key!r} of a row has a token of 2**63 or more, but tokens are int64")
     return ints.to(torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""The verdict on an epoch of streams that is over, in words: its receipt."""
+"""The verdict on a finished epoch of streams, in words: its receipt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ log = logging.getLogger("anyrank.data")
 def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
     """Return the text of an epoch's receipt.
 
-    It says "exactly once" if the number of rows is known from elsewhere; otherwise it speaks of the
-    rows that `read` has given.
+    It says "exactly once" if the number of rows is known without reading; otherwise it is about the
+    rows that `read` has returned.
 
     Args:
         streams: streams that were read.
@@ -32,9 +32,9 @@ def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
     num_given = sum(total.units_given for total in totals)
     if num_fed != num_given and len(totals) == 1:
         raise CheckpointError(
-            f"data position: epoch {deal.epoch}: {num_fed:,} tokens were read, and {num_given:,} "
-            "given: the transform gave other rows when they were fed again; resume from an earlier "
-            "checkpoint, with the shards as they were"
+            f"ElasticLoader: in epoch {deal.epoch} {num_fed:,} tokens were read, but {num_given:,} "
+            "returned, because the transform returned different rows when they were fed again. "
+            "Resume an earlier checkpoint, with the original shards."
         )
     texts = [_describe_source(streams, deal, source) for source in range(len(totals))]
     text = "; ".join(texts)
@@ -48,8 +48,8 @@ def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
         rows = sum(total.rows for total in totals)
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         text = (
-            f"not known to be once: {rows:,} rows were read, and some were others when they were "
-            f"read again ({changed[0]}{more})"
+            f"unverified: {rows:,} rows were read, and some had changed when they were reread "
+            f"({changed[0]}{more})"
         )
     return text
 
@@ -60,13 +60,13 @@ def _describe_source(streams: Streams, deal: Deal, source: int) -> str:
     of_source = f" of {name}" if streams.mix else ""
     rows, shards = count(total.rows, "row"), count(size, "shard")
     if not deal.has_ended[source]:
-        return f"{rows}{of_source}, not all of them"
+        return f"{rows}{of_source}, incomplete epoch"
     if 0 < deal.read[source].rows < total.rows:  # it was dealt again
-        return f"{rows}{of_source}, all of them once or more"
+        return f"{rows}{of_source}, each of them once or more"
     if known is None:
-        return f"each row{of_source} that was read, once: {rows} of {shards}"
+        return f"each row{of_source} read was used once: {rows} in {shards}"
     if known == total.rows:
-        return f"exactly once, {total.rows:,} of {count(known, 'row')}{of_source}"
+        return f"exactly once: {total.rows:,} of {count(known, 'row')}{of_source}"
     text = f"not all rows{of_source}: {total.rows:,} of {known:,} were read"
-    log.warning("epoch %d: %s; does read, or a dataset, leave rows out?", deal.epoch, text)
+    log.warning("epoch %d: %s; does read() or the dataset skip rows?", deal.epoch, text)
     return text

@@ -1,10 +1,10 @@
 """Read lanes in workers, or in this process: each request goes to the reader that has the lane.
 
-A lane gives its blocks one after the other, and the microbatch that a block goes to does not change
-it. So a rank asks for the blocks that it will need: of a lane that is its own alone, far ahead; of
-one that other ranks read too, those of the step whose table is known. The number of workers, and
-how far they read ahead, do not change what is read. While a lane lasts, its microbatches only
-become more, so that a block that was asked for ahead is needed, or is another rank's.
+A lane supplies its blocks one after the other, and the microbatch of a block does not change it. So
+a rank requests the blocks that it will need: from a lane that only it uses, far ahead; from one
+that other ranks read too, those of the step whose table is known. The number of workers, and how
+far they read ahead, do not change what is read. While a lane lasts, its microbatches only become
+more, so a block that was requested ahead is needed, or is another rank's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.lane import Lane, LaneState, epoch_of
-from anyrank.training.streams.sources import Streams, be_the_only_worker
+from anyrank.training.streams.sources import Streams, hide_worker_info
 
-AHEAD = 16  # most steps that are asked for ahead; workers have their own limit
+AHEAD = 16  # maximum number of steps that are requested ahead; workers have their own limit
 Key = tuple[int, int, int]  # a lane, the reading in which it is dealt, a block of it
 
 
@@ -38,7 +38,7 @@ class BlockRequest(NamedTuple):
         run: iteration of the loader: lanes of an earlier one are closed.
         lane, reading, block: identify the block.
         look: number of blocks that the lane looks for after it.
-        opening: opening of the lane, as all ranks know it; None if only this reader has it open.
+        opening: opening of the lane that all ranks know; None if only this reader has it open.
     """
 
     run: int
@@ -55,7 +55,7 @@ class BlockAnswer:
 
     Attributes:
         lane, reading, block: identify the block.
-        num_samples: number of its samples; 0 if the lane had ended before.
+        num_samples: number of its samples; 0 if the lane had already ended.
         state: state of the lane after it; None for a copy.
         left: number of blocks that the lane has after it, if known; otherwise -1.
         changes: pieces that had changed when they were read again: shard, start, stop.
@@ -123,8 +123,8 @@ class BlockReader(Dataset[FetchedBatch]):
         if self._run != request.run:
             self._run = request.run
             self._lanes.clear()
-            be_the_only_worker()
-        # If it raises, the lane has read what it can no longer give, and is closed.
+            hide_worker_info()
+            # If it raises, the lane has read rows that it can no longer return, and is closed.
         lane = self._lanes.pop(request.lane, None)
         if lane is not None and lane.reading != request.reading:
             lane = None
@@ -142,7 +142,7 @@ class BlockReader(Dataset[FetchedBatch]):
     def _open(self, opening: Opening) -> Lane:
         source, places = self.dataset.sources[opening.source], opening.places
 
-        @functools.lru_cache(maxsize=2)  # each piece asks
+        @functools.lru_cache(maxsize=2)  # each piece needs it
         def shard_at(index: int) -> tuple[int, int] | None:
             times, number = divmod(index, len(places))
             if times and not opening.repeats:
@@ -161,8 +161,8 @@ class BlockReader(Dataset[FetchedBatch]):
         )
 
     def _meet(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
-        """Return a lane where all ranks know it to be; read it anew if it is elsewhere."""
-        # The state of a lane that has ended counts what was read behind its last block, too.
+        """Return a lane at the position that all ranks know; reopen it if it is elsewhere."""
+        # The state of an ended lane also counts what was read after its last block.
         if lane is None or lane.state.blocks > block or lane.has_ended:
             return self._open(opening)
         self._skip(lane, opening.state.blocks)
@@ -213,7 +213,7 @@ class BlockReader(Dataset[FetchedBatch]):
 
 
 class BlockRequests:
-    """The blocks that are asked for, and those that have come.
+    """The requested blocks, and those that have arrived.
 
     Args:
         run: iteration of the loader.
@@ -223,10 +223,10 @@ class BlockRequests:
     def __init__(self, run: int, num_workers: int) -> None:
         self.run, self.num_workers = run, num_workers
         self._answers: dict[Key, FetchedBatch] = {}
-        self._asked: set[Key] = set()  # their answers are to come
-        self._stale = Counter[Key]()  # answers to come to requests that looked too short or too far
+        self._asked: set[Key] = set()  # their answers are still to come
+        self._stale = Counter[Key]()  # pending answers to requests that looked too short or too far
         self._ended: dict[tuple[int, int], LaneState] = {}
-        self._workers: dict[int, int] = {}  # workers of the lanes that were asked for
+        self._workers: dict[int, int] = {}  # workers of the requested lanes
         self._opened: set[tuple[int, int]] = set()
         self._queues: list[deque[Key]] = []
         self._needs: Iterator[Key] = iter(())
@@ -240,7 +240,7 @@ class BlockRequests:
         self._number = 0
 
     def begin_step(self, deal: Deal, number: int, microbatches: Collection[int]) -> None:
-        """Begin a step whose table is known; `microbatches` are those of this rank."""
+        """Start a step whose table is known; `microbatches` are those of this rank."""
         own_microbatches = frozenset(microbatches)
         if (self._deal, self._number, self._own_microbatches) == (deal, number, own_microbatches):
             return
@@ -259,9 +259,9 @@ class BlockRequests:
                 del self._answers[lane, reading, block]
 
     def _forget(self, lanes: Collection[int]) -> None:
-        """Ask again for the blocks of lanes that look for another number of blocks now.
+        """Request the blocks of lanes again that now look for a different number of blocks.
 
-        What a block's answer says is left would otherwise depend on how far ahead it was read.
+        The count of blocks left in an answer would otherwise depend on how far ahead it was read.
         """
         for key in [key for key in self._answers if key[0] in lanes]:
             del self._answers[key]
@@ -322,8 +322,8 @@ class BlockRequests:
             fetched = next(batches, None)
             if fetched is None:
                 raise CheckpointError(
-                    f"lane {key[0]}: the workers returned no batch: start a new iteration of the "
-                    "loader"
+                    f"lane {key[0]}: the workers returned no batch. Start a new iteration of the "
+                    "loader."
                 )
             answer: BlockAnswer = fetched.request
             if self._stale[answer.key]:

@@ -1,1 +1,1 @@
-"""Settings that the script gives otherwise than the saved run."""
+"""Settings that differ between the script and the saved run."""

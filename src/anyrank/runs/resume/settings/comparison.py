@@ -1,7 +1,7 @@
 """Compare the settings of a script, at a resume, with those of the saved run's script.
 
-With settings="saved" the saved run's settings stay, and the report names what differs; with
-"script" those of the script are used, and schedules stand at their counts with these.
+With settings="saved" the saved run's settings are kept, and the report names the differences; with
+"script" the script's settings are used, with the schedulers at their counts.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.plain_values import as_json
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.runs.state.script_settings import ScriptSettings, Settings, optimizer_of
+from anyrank.wording import count
 
 SHOWN_GROUPS = 8
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that the script gives otherwise than the saved run's script gave.
+    """A setting that differs between the script and the saved run's script.
 
     Attributes:
         part: part of the state.
-        key: key of the setting; within a schedule of schedules with a path, "schedulers.1.T_max".
+        key: key of the setting; for an inner scheduler with a path, "schedulers.1.T_max".
         value, saved: both, as text.
-        group: group of the optimizer's, by number; None in other parts.
-        groups: groups that the optimizer has.
+        group: number of the optimizer's group; None in other parts.
+        groups: number of groups of the optimizer.
     """
 
     part: str
@@ -57,10 +58,10 @@ class Change:
 
 
 class Comparison:
-    """The settings of a script, beside those of the saved run's script.
+    """The settings of a script, and those of the saved run's script.
 
     Args:
-        script: what the script gives.
+        script: the settings of the script.
         saved: `ScriptSettings.record` of the saved run.
         matched: the parts that the saved run fills.
         used: which settings are used.
@@ -77,13 +78,13 @@ class Comparison:
         self._used: Settings = used
         self._changes: list[Change] = []
         self._notes: list[str] = []
-        self._kept: dict[str, Any] = {}  # of the saved script, in the order of now
-        self._new_groups: dict[str, list[int]] = {}  # of optimizers: those that the saved run lacks
+        self._kept: dict[str, Any] = {}  # of the saved script, in the current order
+        self._new_groups: dict[str, list[int]] = {}  # by optimizer: groups the saved run lacks
         for part, initial in script.initial.items():
             self._compare(part, as_json(initial), saved.get(part) if part in matched else None)
 
     def _compare(self, part: str, now: Any, before: Any) -> None:
-        """Compare the settings of one part; `before` is None where nothing is known."""
+        """Compare the settings of one part; `before` is None if nothing is known."""
         if isinstance(now, dict) and isinstance(before, dict):
             saved, current = cast("dict[str, Any]", before), cast("dict[str, Any]", now)
             self._changes += [Change(part, *row) for row in differences(current, saved)]
@@ -107,39 +108,41 @@ class Comparison:
 
     def problems(self) -> list[str]:
         """Describe settings that cannot be used: options whose state an optimizer makes in its
-        first step, and schedules whose rates are not known.
+        first step, and schedulers whose rates are unknown.
         """
         options = [
-            f"{change.part} {change.key}: {change.value} here, {change.saved} in the saved run, "
-            f"whose state has nothing for it: leave it as it was, or skip=[{change.part!r}]"
+            f"{change.part}: {change.key} is {change.value} in this script but was {change.saved} "
+            "in the saved run, whose state has no values for it. Set it back, or start the "
+            f"optimizer over with skip=[{change.part!r}]."
             for change in self._changes
             if self._used == "script" and self._cannot_take(change)
         ]
         for driven in all_driven(self._script, self._matched, self._new_groups):
             options += self._group_problems(driven)
-            if driven.is_restored and driven.counting:  # a plateau leaves a rate as it finds it
+            if driven.is_restored and driven.counting:  # a plateau does not compute its rate
                 options += [
-                    f"{part}: begins beside {', '.join(driven.counting)}, which is restored, and "
-                    "both drive the rates of one optimizer: skip="
-                    f"{[*driven.counting, part]!r} lets both begin"
+                    f"{part}: is new beside {', '.join(driven.counting)}, which is restored, and "
+                    "both set the learning rate of one optimizer. Restart both with "
+                    f"skip={[*driven.counting, part]!r}."
                     for part, schedule in driven.begun.items()
                     if not isinstance(schedule, ReduceLROnPlateau)
                 ]
         return options
 
     def _group_problems(self, driven: Driven) -> list[str]:
-        """Describe the schedules of an optimizer that is not restored: they know the rates of the
-        saved run's groups, but not which of its own these are.
+        """Describe the schedulers of an optimizer that is not restored: they know the rates of the
+        saved run's groups, but not which of the current groups these are.
         """
         before, now = self._saved.get(driven.owner or ""), len(driven.optimizer.param_groups)
         if driven.is_restored or not isinstance(before, list):
             return []
-        count = len(cast("list[Any]", before))
+        then = len(cast("list[Any]", before))
         return [
-            f"{part}: the saved run's optimizer has {count} groups and this one {now}, so it is "
-            f"not known which rate each has: skip={[driven.owner, part]!r} begins with the script's"
+            f"{part}: the saved run's optimizer has {count(then, 'group')} and this one has {now}, "
+            "so the learning rate of each group is unknown. "
+            f"skip={[driven.owner, part]!r} uses the script's."
             for part, schedule in driven.restored.items()
-            if count != now and (self._used == "saved" or not goes_by_count(schedule))
+            if then != now and (self._used == "saved" or not goes_by_count(schedule))
         ]
 
     def _cannot_take(self, change: Change) -> bool:
@@ -152,9 +155,9 @@ class Comparison:
     # -- what is used -----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Use the settings of the saved run, which are in place, or those of the script; and give
-        the rates that go with them to what only one of an optimizer and its schedules has restored.
-        After all parts are filled.
+        """Use the settings of the saved run, which are in place, or those of the script; and set
+        the matching rates where only one of an optimizer and its schedulers was restored. Called
+        after all parts are filled.
         """
         script, matched = self._script, self._matched
         all_of_them = all_driven(script, matched, self._new_groups)
@@ -171,7 +174,7 @@ class Comparison:
         script.kept |= self._kept
 
     def _keep_groups(self, driven: Driven) -> None:
-        """The settings of groups that were not restored, and whose schedules were."""
+        """Record the settings of groups that were not restored, but whose schedulers were."""
         part, saved = driven.owner, self._saved.get(driven.owner or "")
         if part is not None and isinstance(saved, list):
             now = as_json(self._script.initial[part])
@@ -202,12 +205,12 @@ class Comparison:
                 changed += [p for p in take_groups(script, known, driven) if p in matched]
         for name in changed:
             part = matched[name]
-            reasons = [part.outcome.reason, 'settings as the script gives them (settings="script")']
+            reasons = [part.outcome.reason, 'this script\'s settings (settings="script")']
             part.outcome = Outcome("derived", "; ".join(filter(None, reasons)))
         self._kept = {part: as_json(initial) for part, initial in script.initial.items()}
 
     def _begin(self, driven: Driven) -> None:
-        """Let schedules that were not restored begin with the script's rates."""
+        """Start schedulers that were not restored from the script's rates."""
         owner = driven.owner
         if owner is None or not driven.begins_anew:
             return
@@ -220,46 +223,46 @@ class Comparison:
         self._changes = [c for c in self._changes if c.part != owner or c.key not in begun[0]]
 
     def _note_rates(self, driven: Driven, before: Sequence[Any]) -> None:
-        """Say if an optimizer's rates are others than those of the saved run."""
+        """Record a note if an optimizer's rates differ from those of the saved run."""
         then, now = _rates_text(before), _rates_text(driven.optimizer.param_groups)
-        why = "as this script's settings give it at the run's count"
+        why = "from this script's settings at the run's step"
         if driven.begins_anew:
-            why = f"as {', '.join(driven.begun)} begins with, which is not restored"
+            why = f"the initial value of {', '.join(driven.begun)}, which is not restored"
         if then != now:
-            self._notes.append(f"{driven.owner} lr: {now}, {why}; the saved run had {then}")
+            self._notes.append(f"{driven.owner} lr: {now}, {why}; it was {then} in the saved run")
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- what is reported -------------------------------------------------------------------------
 
     def warnings(self) -> list[str]:
-        """Return sentences on what people have to know of it."""
+        """Return sentences that users must know about the settings."""
         new_groups = self._notes_on_new_groups() if self._used == "saved" else []
         return [*new_groups, *self._notes, *_notes_on(self._changes, self._used)]
 
     def _notes_on_new_groups(self) -> list[str]:
-        """A sentence for each optimizer whose new groups begin at a schedule's first rate."""
+        """Return a sentence for each optimizer whose new groups start at a first learning rate."""
         parts = self._script.parts
         schedules = [(p, parts[p]) for p in self._matched if goes_by_count(parts.get(p))]
         return [
-            f"{owner} group {', '.join(map(str, numbers))}: new, so its rate begins as at the "
-            f"first step of {part}, which is at step {count}; "
-            'settings="script" gives it the rate that the schedule has there'
+            f"{owner} group {', '.join(map(str, numbers))}: new, with the learning rate of step 0 "
+            f"of {part}, which is at step {steps}. "
+            'settings="script" sets it to the current learning rate'
             for owner, numbers in self._new_groups.items()
             for part, thing in schedules
             if numbers and optimizer_of(thing) is innermost(parts[owner])
-            if (count := count_of(thing.state_dict()))
+            if (steps := count_of(thing.state_dict()))
         ]
 
 
 def _rates_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rates of groups, once if they are alike."""
+    """Return the learning rates of groups as text; only one if they are all the same."""
     texts = [f"{float(row['lr']):g}" for row in rows]
     shown = texts[:1] if len({*texts}) == 1 else texts[:SHOWN_GROUPS]
     return ", ".join(shown) + (", ..." if len(texts) > SHOWN_GROUPS == len(shown) else "")
 
 
 def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
-    """A sentence for each value that differs; groups with the same difference share one."""
-    used = "the saved one is used" if settings == "saved" else "this script's is used"
+    """Return a sentence for each difference; groups with the same difference share one."""
+    used = "the saved value is used" if settings == "saved" else "this script's value is used"
     alike: dict[tuple[str, str, str, str], list[Change]] = {}
     for change in changes:
         row = (change.part, change.key, change.value, change.saved)
@@ -267,11 +270,11 @@ def _notes_on(changes: Sequence[Change], settings: Settings) -> list[str]:
     notes: list[str] = []
     for (part, key, value, saved), rows in alike.items():
         where = f"{part} {key}"
-        if len(rows) < rows[0].groups:  # then they are not all of the optimizer's
+        if len(rows) < rows[0].groups:  # otherwise all groups of the optimizer differ
             numbers = ", ".join(str(change.group) for change in rows[:SHOWN_GROUPS])
             more = ", ..." if len(rows) > SHOWN_GROUPS else ""
             where += f" of group{'s' if len(rows) > 1 else ''} {numbers}{more}"
-        notes.append(f"{where}: {value} here, {saved} in the saved run; {used}")
+        notes.append(f"{where}: {value} in this script, {saved} in the saved run; {used}")
     if notes and settings == "saved":
-        notes.append('settings="script" uses what this script gives')
+        notes.append('pass settings="script" to use the values of this script')
     return notes

@@ -1,4 +1,4 @@
-"""Where the settings of two scripts differ: rows of key, value here, value before."""
+"""Differences between the settings of two scripts: rows of key, current value, saved value."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, cast
 
 from anyrank.runs.state.optimizer_groups import BY_GROUP
 
-# What a schedule derives from its other settings and from its optimizer's, or counts.
+# Entries that a scheduler derives from its other settings and from its optimizer's, or counts.
 DERIVED = {
     *("base_lrs", "base_momentums", "max_momentums", "default_min_lr", "mode_worse", "T_i"),
     *("last_epoch", "T_cur", "best", "num_bad_epochs", "cooldown_counter", "scale"),
     *("_last_lr", "_step_count"),
 }
 RATES = ("max_lr", "initial_lr", "lr", "min_lr")  # one of them may be derived from another
-SHOWN = 60  # characters of a value
+SHOWN = 60  # maximum number of characters of a value
 
 
 def differences(
     now: Mapping[str, Any], before: Mapping[str, Any], where: str = ""
 ) -> list[tuple[str, str, str]]:
-    """Rows of key, value here, value before, of settings that both have.
+    """List rows of key, current value, saved value, for settings that both scripts have.
 
-    Private ones are counts, or derived from public ones: text and lists among them are named where
-    no public one of the same object differs.
+    Private settings are counts, or derived from public ones: differing text and lists among them
+    are listed only if no public setting of the same object differs.
     """
     rows: list[tuple[str, str, str]] = []
     inner: list[tuple[str, str, str]] = []
@@ -46,7 +46,7 @@ def differences(
 
 
 def group_differences(now: Any, before: Any) -> list[tuple[str, str, str]]:
-    """List the differences of one group; a rate that another one implies is named once."""
+    """List the differences of one group; a rate that follows from another one is listed once."""
     rows: list[tuple[str, str, str]] = []
     ratios: list[float] = []
     changed = changed_keys(now, before)
@@ -66,7 +66,7 @@ def group_differences(now: Any, before: Any) -> list[tuple[str, str, str]]:
 
 
 def changed_keys(now: Any, before: Any) -> set[str]:
-    """Keys of settings that differ, of those that both have."""
+    """Return the keys that both scripts have with different settings."""
     if not isinstance(now, dict) or not isinstance(before, dict):
         return set()
     value, saved = cast("dict[str, Any]", now), cast("dict[str, Any]", before)
@@ -75,7 +75,7 @@ def changed_keys(now: Any, before: Any) -> set[str]:
 
 
 def _is_same(key: str, value: Any, saved: Any) -> bool:
-    """Return whether a setting is the saved one; for a list by group, in groups of both."""
+    """Return True if two settings are equal; for a list by group, in the groups that both have."""
     if key in BY_GROUP and isinstance(value, list) and isinstance(saved, list):
         pairs = zip(cast("list[Any]", value), cast("list[Any]", saved), strict=False)
         return all(_is_same("", item, before) for item, before in pairs)
@@ -85,7 +85,8 @@ def _is_same(key: str, value: Any, saved: Any) -> bool:
 
 
 def raw_changes(now: Any, before: Any) -> set[str]:
-    """Keys of a part's settings to take: those that differ, or all where nothing is known."""
+    """Return the keys of a part's settings to change: those that differ, or all if none is
+    known."""
     if not isinstance(before, dict):
         return set(now) - DERIVED
     return changed_keys(now, before) - DERIVED

@@ -1,4 +1,4 @@
-"""The rates of an optimizer's groups, and the schedules that drive them."""
+"""The learning rates of an optimizer's groups, and the schedulers that set them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from anyrank.runs.state.accelerate_wrappers import innermost
 from anyrank.runs.state.script_settings import NOT_SETTINGS, ScriptSettings, optimizer_of
 
 Options = dict[str, Any]  # of one group, without its parameters
-MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")  # that a cycle moves
+MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")  # changed by cyclic schedulers
 
 
 @dataclass
 class Driven:
-    """An optimizer with its schedules.
+    """An optimizer with its schedulers.
 
     Attributes:
         optimizer: the innermost one.
-        owner: its name in the state; None where the state has its schedules alone.
+        owner: its name in the state; None if the state has only its schedulers.
         is_restored: whether it is filled.
         new_groups: numbers of the groups that the saved run lacks.
-        restored, begun: its schedules by part: those that are filled, and the others.
+        restored, begun: its schedulers by part: those that are filled, and the others.
     """
 
     optimizer: Optimizer
@@ -42,12 +42,12 @@ class Driven:
 
     @property
     def counting(self) -> dict[str, Any]:
-        """Its restored schedules that depend on their count alone."""
+        """Its restored schedulers that depend only on their count."""
         return {part: thing for part, thing in self.restored.items() if goes_by_count(thing)}
 
     @property
     def begins_anew(self) -> bool:
-        """True if it is restored, and its rates are those that its schedules begin with."""
+        """True if it is restored, and its rates are the initial ones of its schedulers."""
         are_plateaus = all(isinstance(thing, ReduceLROnPlateau) for thing in self.begun.values())
         return self.is_restored and bool(self.begun) and not (self.counting and are_plateaus)
 
@@ -55,7 +55,7 @@ class Driven:
 def all_driven(
     script: ScriptSettings, filled: Collection[str], new_groups: Mapping[str, Sequence[int]]
 ) -> list[Driven]:
-    """The optimizers of a state, and those of its schedules."""
+    """Return the optimizers of a state, and those of its schedulers."""
     by_optimizer: dict[int, Driven] = {}
     for part in script.initial:
         thing = script.parts[part]
@@ -73,19 +73,19 @@ def all_driven(
 
 
 def goes_by_count(part: Any) -> bool:
-    """Return whether a schedule depends on its count alone."""
+    """Return True if a scheduler depends only on its count."""
     return isinstance(part, LRScheduler) and not isinstance(part, ReduceLROnPlateau)
 
 
 def count_of(state: Mapping[str, Any]) -> int:
-    """How often a schedule was stepped."""
+    """Return how often a scheduler was stepped."""
     while "last_epoch" not in state and state.get("_schedulers"):
         state = state["_schedulers"][0]
     return max(0, int(state.get("last_epoch", 0)))
 
 
 def options_of(optimizer: Optimizer) -> list[Options]:
-    """A copy of what an optimizer's groups have besides their parameters."""
+    """Return a copy of the options of an optimizer's groups, without their parameters."""
     return [
         {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -97,7 +97,7 @@ def options_of(optimizer: Optimizer) -> list[Options]:
 
 
 def give(optimizer: Optimizer, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer's groups options; a tensor stays the tensor that it is."""
+    """Set options of an optimizer's groups; tensors are filled in place."""
     for group, row in zip(optimizer.param_groups, rows, strict=False):
         for key, value in row.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -107,29 +107,29 @@ def give(optimizer: Optimizer, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rates_in(options: Options) -> Options:
-    """Return those of a group's options that schedules drive."""
+    """Return those of a group's options that schedulers set."""
     is_cycle = not {"base_momentum", "max_momentum"}.isdisjoint(options)
     keys = (*RATES, *MOMENTA) if is_cycle else RATES
     return {key: options[key] for key in keys if key in options}
 
 
 def step_to_counts(script: ScriptSettings, driven: Driven) -> list[Options]:
-    """Step an optimizer's schedules from where the script begins to the counts that they have.
+    """Step an optimizer's schedulers from their start in the script to their current counts.
 
-    Most compute a rate from the one before, so nothing else gives the rate at a count.
+    Most compute a rate from the previous one, so nothing else gives the rate at a count.
 
     Returns:
-        What the optimizer's groups have then, which is theirs now.
+        The options of the optimizer's groups at these counts, which are set.
 
     Raises:
-        CheckpointError: a schedule cannot go so far.
+        CheckpointError: a scheduler cannot be stepped that often.
     """
     assert driven.owner is not None
     schedules = driven.counting
     counts = {part: count_of(thing.state_dict()) for part, thing in schedules.items()}
     give(driven.optimizer, script.initial[driven.owner])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a schedule that steps before its optimizer
+        warnings.simplefilter("ignore")  # about a scheduler that steps before its optimizer
         for part, schedule in schedules.items():
             schedule.load_state_dict(copy.deepcopy(script.initial[part]))
         for number in range(max(counts.values(), default=0)):
@@ -142,24 +142,24 @@ def step_to_counts(script: ScriptSettings, driven: Driven) -> list[Options]:
 def _step(part: str, schedule: Any, count: int) -> None:
     try:
         schedule.step()
-    except Exception as error:  # of a schedule that is shorter, or of the user's function
+    except Exception as error:  # of a shorter scheduler, or of the user's function
         raise CheckpointError(
-            f"{part}: as the script makes it, it cannot be stepped {count} times, as often as the "
-            f"run has stepped it ({type(error).__name__}: {error}): make it longer, or leave out "
-            'settings="script"'
+            f"{part}: as this script makes it, it cannot be stepped {count} times, which the run "
+            f"has done ({type(error).__name__}: {error}). Make it longer, or remove "
+            'settings="script".'
         ) from error
 
 
 def take_last_rates(driven: Driven) -> None:
-    """Give groups that were not restored the rates that their schedules had last, and the base
-    rates: most schedules compute a rate from the one before.
+    """Set the rates of groups that were not restored to the last rates of their schedulers, and
+    the base rates too: most schedulers compute a rate from the previous one.
     """
     states = [thing.state_dict() for thing in driven.restored.values()]
     size = len(driven.optimizer.param_groups)
     states = [state for state in states if len(state.get("_last_lr") or ()) == size]
     if not states:
         return
-    # Of several, the one that was stepped most often, and of these the last, has the run's rates.
+    # Of several, the most often stepped one, and of these the last, has the run's rates.
     number = max(range(len(states)), key=lambda n: (count_of(states[n]), n))
     rates = states[number]["_last_lr"]
     give(driven.optimizer, [{"lr": rate} for rate in rates])
@@ -169,7 +169,7 @@ def take_last_rates(driven: Driven) -> None:
 
 
 def _bases_of(state: Mapping[str, Any]) -> list[Any]:
-    """The base rates of a schedule, or of the first one in it."""
+    """Return the base rates of a scheduler, or of its first inner one."""
     if "base_lrs" in state or not state.get("_schedulers"):
         return [*state.get("base_lrs", ())]
     inner = state["_schedulers"][0]

@@ -1,4 +1,4 @@
-"""Gives a filled state the settings of its script: settings="script"."""
+"""Applies the settings of the script to a filled state: settings="script"."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from anyrank.runs.state.script_settings import ScriptSettings, is_schedule
 
 
 def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> bool:
-    """Give a part that is no optimizer, and does not go by its count, what the script gives
-    otherwise.
+    """Apply the script's differing settings to a part that is not an optimizer and that does not
+    depend only on its count.
 
     Args:
-        script: what the script gives.
+        script: the settings of the script.
         kept: the settings of the saved script; a part that it lacks gets all of the script's.
         part: part that is filled.
 
     Returns:
-        Whether there was something.
+        True if a setting differed.
 
     Raises:
-        CheckpointError: its own code does not take it.
+        CheckpointError: its own code does not accept them.
     """
     thing, initial = script.parts[part], script.initial[part]
     values = {key: initial[key] for key in raw_changes(as_json(initial), kept.get(part))}
@@ -40,29 +40,29 @@ def take_values(script: ScriptSettings, kept: Mapping[str, Any], part: str) -> b
         thing.load_state_dict({**thing.state_dict(), **copy.deepcopy(values)})
     except Exception as error:  # of the user's code
         raise CheckpointError(
-            f"{part}: load_state_dict() of {type(thing).__name__} does not take the script's "
+            f"{part}: load_state_dict() of {type(thing).__name__} does not accept the script's "
             f"settings: {type(error).__name__}: {error}"
         ) from error
     return True
 
 
 def take_groups(script: ScriptSettings, kept: Mapping[str, Any], driven: Driven) -> list[str]:
-    """Give an optimizer's groups what the script gives otherwise, and the schedules that go by
-    their count the script's settings, at that count.
+    """Apply the script's differing settings to an optimizer's groups, and the script's settings to
+    the schedulers that depend only on their count, at that count.
 
-    Rates are as the script's schedules give them there, if the script gives a schedule or a rate
-    otherwise, and else stay, with what a plateau or a hand has done to them.
+    If a schedule or a rate differs, the rates are those of the script's schedules at that count;
+    otherwise they stay, including changes by a plateau scheduler or by hand.
 
     Args:
-        script: what the script gives.
-        kept: the settings of the saved script, for the groups of now; what it lacks is unknown.
+        script: the settings of the script.
+        kept: the settings of the saved script, in the current groups; what it lacks is unknown.
         driven: an optimizer that has an owner, with its schedules.
 
     Returns:
-        Names of the parts that have other settings now.
+        Names of the parts whose settings have changed.
 
     Raises:
-        CheckpointError: a schedule cannot go as far as the run is.
+        CheckpointError: a scheduler cannot be stepped to the step of the run.
     """
     owner = driven.owner
     assert owner is not None
@@ -93,5 +93,5 @@ def take_groups(script: ScriptSettings, kept: Mapping[str, Any], driven: Driven)
 
 
 def _keys_to_take(changed: set[str], options: Mapping[str, Any], is_rated: bool) -> set[str]:
-    """Keys of a group's options to take: what has changed, and with it what schedules drive."""
+    """Return the keys of a group's options to change: the differing ones, and scheduled ones."""
     return changed | {*rates_in(dict(options))} if is_rated else changed
