@@ -134,7 +134,7 @@ def job_part_of_the_logits() -> list[str]:
 
 def test_a_part_of_the_logits_or_of_the_rows_is_refused_by_name() -> None:
     logits, rows, argument = run_ranks(2, job_part_of_the_logits)[0]
-    assert "returns 6 of 12 logits: it is sharded over the vocabulary" in logits
+    assert "returns 6 of 12 logits. It is sharded over the vocabulary" in logits
     assert "sequence parallel" in rows
     assert "args[0] is a DTensor" in argument
 
