@@ -35,6 +35,7 @@ WEIGHTS = GROUND | {"sources", "models", "loading", "live"}
 # public interface itself.
 MAY_IMPORT = {
     **{name: set[str]() for name in BASE},
+    "checks": {"wording"},
     "settings": {"errors"},
     "tensors": BASE,
     "files": BASE | {"tensors"},
