@@ -45,6 +45,10 @@ def make(shards: Any = tuple(SIZES), function: Any = read, **options: Any) -> an
     return anyrank.ElasticLoader.from_shards(list(shards), function, **given | options)
 
 
+def planned() -> anyrank.ElasticLoader:
+    return anyrank.ElasticLoader(list(range(20)), global_batch=6, microbatch=2)
+
+
 def run(loader: anyrank.ElasticLoader, stop: int = 10**9) -> list[tuple[int, Any, float]]:
     """(step, batch, number drawn) of each microbatch of a pass, the first `stop` steps of it."""
     seen: list[tuple[int, Any, float]] = []
@@ -248,6 +252,25 @@ def test_shards_of_any_number_and_size(sizes: list[int]) -> None:
     expected = sorted((shard, n) for shard, size in enumerate(sizes) for n in range(size))
     assert rows_of(run(loader)) == expected
     assert (loader.epoch, loader.samples) == (1, sum(sizes))
+
+
+@pytest.mark.parametrize("open_loader", [make, planned])
+def test_a_state_after_an_epochs_last_commit_has_its_receipt(open_loader: Any) -> None:
+    """As a script takes it that saves after each step, before the loop has found the end."""
+    loader = open_loader()
+    for step in loader:
+        for _ in step.microbatches(NET):
+            pass
+        loader.commit()
+        if loader.epoch:
+            break
+    assert loader.receipts == []  # the ranks have not compared it yet
+    again = open_loader()
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    run(loader)
+    run(again)
+    assert [verdict.epoch for verdict in again.receipts] == [0, 1]
+    assert again.receipts == loader.receipts
 
 
 def test_a_receipt_counts_one_row() -> None:

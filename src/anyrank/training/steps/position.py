@@ -322,8 +322,13 @@ class Position:
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return about 400 bytes of JSON values, the same on every rank. Does not communicate."""
+        """Return about 400 bytes of JSON values, the same on every rank. Does not communicate.
+
+        It counts steps as the plan has them, also those of an epoch that has just ended: its ranks
+        have not compared it yet, and a resume could not.
+        """
         order = self.schedule.order
+        receipts = [*self.receipts, *map(self._verdict, self.accounts[:-1])]
         state = {
             "version": STATE_VERSION,
             "seed": order.seed,
@@ -335,7 +340,7 @@ class Position:
             "order": order.name,
             "tail": self.schedule.tail,
             "receipt": self.accounts[-1].planned.to_json(),
-            "receipts": [list(receipt) for receipt in self.receipts[-KEPT_RECEIPTS:]],
+            "receipts": [list(receipt) for receipt in receipts[-KEPT_RECEIPTS:]],
         }
         if self.exact is not None:
             known = {} if self.exponent is None else {"exponent": self.exponent}

@@ -109,7 +109,7 @@ class StreamPosition(Position):
     Attributes:
         deal: deal after the last step that counts.
         changed: rows of the epoch that had changed when they were read again, as sentences.
-        verdicts: verdicts on finished epochs.
+        verdicts: verdicts on the epochs that this process has finished.
     """
 
     must_agree = ("version", "key", "seed", "microbatch", "tail")
@@ -393,7 +393,7 @@ class StreamPosition(Position):
         self._deal_epoch()
 
     def _verdict(self, account: EpochAccount) -> EpochVerdict:
-        return self.verdicts.pop(account.epoch)
+        return self.verdicts[account.epoch]
 
     # -- state ------------------------------------------------------------------------------------
 
