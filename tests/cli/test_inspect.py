@@ -128,7 +128,7 @@ def test_an_empty_path_as_of_an_unset_variable_is_one_message(
 ) -> None:
     result = anyrank(line)
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: source= is an empty path: give a path")
+    assert result.stderr.startswith("Error: source= is an empty path; pass a path")
 
 
 def test_an_incomplete_download_names_the_missing_shard(

@@ -83,7 +83,7 @@ def test_a_killed_rank_is_named_on_all_others(pool: RankPool, primitive: str, vi
     assert isinstance(results[victim], Died)
     kind, text, causes = agreed(results, victim)
     assert (kind, causes) == ("RankError", [victim])
-    assert text == f"rank {victim} died or does not answer: look at its log for the cause"
+    assert text == f"rank {victim} died or stopped responding; see its log for the cause"
 
 
 def job_wrong(wrong: dict[int, str]) -> Any:
@@ -105,7 +105,7 @@ def job_wrong(wrong: dict[int, str]) -> Any:
 @pytest.mark.parametrize("rank", [ROOT, INNER, LOW_LEAF])
 def test_a_rank_that_fails_or_does_something_else_is_named(pool: RankPool, rank: int) -> None:
     found = agreed(pool.run(SIZE, job_wrong, {rank: "raises"}, timeout=120))
-    text = f"working failed on 1 of 20 ranks, so on all:\n[rank {rank}] enough"
+    text = f"working failed on 1 of 20 ranks, so every rank stops:\n[rank {rank}] enough"
     assert found == ("LoadError", text, [rank])
     kind, text, _ = agreed(pool.run(SIZE, job_wrong, {rank: "calls"}, timeout=120))
     assert kind == "RankError"
@@ -129,7 +129,7 @@ def test_a_rank_that_comes_late_raises_what_all_others_raise(pool: RankPool) -> 
     results = pool.run(SIZE, job_late, env={"ANYRANK_TIMEOUT_SEC": "4"}, timeout=120)
     kind, text, causes = agreed(results)
     assert (kind, causes) == ("RankError", [LOW_LEAF])
-    assert text.startswith(f"rank {LOW_LEAF} did not come to 'working' within 4 s")
+    assert text.startswith(f"rank {LOW_LEAF} did not reach 'working' within 4 s")
 
 
 def job_killed_within(warm: int) -> Any:
@@ -154,4 +154,4 @@ def test_a_rank_that_dies_between_two_messages_is_named(
     assert isinstance(results[victim], Died)
     kind, text, causes = agreed(results, victim)
     assert (kind, causes) == ("RankError", [victim])
-    assert text.startswith(f"rank {victim} died or does not answer")
+    assert text.startswith(f"rank {victim} died or stopped responding")

@@ -132,7 +132,7 @@ def test_an_index_that_names_a_missing_key(tmp_path: Path) -> None:
     index = json.loads(path.read_text())
     index["weight_map"]["0.extra"] = "model-00001-of-00002.safetensors"
     path.write_text(json.dumps(index))
-    refused(tmp_path, anyrank.LoadError, r"holds 0.extra, which is not in it")
+    refused(tmp_path, anyrank.LoadError, r"lists 0.extra in .*, which does not contain it")
 
 
 @pytest.mark.parametrize("name", ["../w.safetensors", "/etc/passwd", "a/../../w.safetensors"])
@@ -193,7 +193,9 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes_account_for(protocol: int)
     check_bounds(whole, "whole")
     for number in (1 << 20, 1 << 30, (1 << 32) - 1):
         place = b"\x80\x02]r" + number.to_bytes(4, "little") + b"."
-        with pytest.raises(UnsafeFile, match=f"for {number} objects or bytes, and has 9 bytes"):
+        with pytest.raises(
+            UnsafeFile, match=f"for {number} objects or bytes, but has only 9 bytes"
+        ):
             pickles.loads(place, "file")
         with pytest.raises(UnsafeFile, match=f"for {number << 20} objects or bytes"):
             pickles.loads(b"\x80\x05\x96" + (number << 20).to_bytes(8, "little") + b".", "file")
@@ -226,7 +228,9 @@ def test_an_index_of_dcp_whose_entries_are_nothing_it_knows(tmp_path: Path) -> N
         metadata.replace(b"TensorStorageMetadata", b"UensorStorageMetadata")
     )
     report = anyrank.verify(tmp_path)
-    assert "0.weight is a UensorStorageMetadata there, neither a tensor nor bytes" in str(report)
+    assert "the entry of 0.weight is a UensorStorageMetadata, neither a tensor nor bytes" in str(
+        report
+    )
 
 
 @pytest.mark.parametrize("make", [attack_zip, attack_legacy, attack_plain])
@@ -261,7 +265,7 @@ def test_a_truncated_zip(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "w.pt")
     data = (tmp_path / "w.pt").read_bytes()
     (tmp_path / "w.pt").write_bytes(data[:-100])
-    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "truncated or damaged zip")
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "truncated or corrupt zip")
 
 
 def test_a_truncated_legacy_file(tmp_path: Path) -> None:
@@ -274,7 +278,7 @@ def test_a_truncated_legacy_file(tmp_path: Path) -> None:
 def test_a_zip_of_something_else(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
         archive.writestr("a/readme.txt", "hello")
-    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "is a zip archive, and no file of")
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "is a zip archive, but not a torch.save file")
 
 
 def test_a_compressed_zip(tmp_path: Path) -> None:
@@ -296,7 +300,7 @@ def test_a_view_that_reaches_outside_its_storage(tmp_path: Path) -> None:
             if name.endswith("data.pkl"):
                 data = data.replace(b"K\x04K\x04\x86", b"K\x07K\x07\x86")
             new.writestr(name, data)
-    refused(tmp_path / "v.pt", anyrank.UnsafeFile, "does not fit its storage of 64 bytes")
+    refused(tmp_path / "v.pt", anyrank.UnsafeFile, "exceeds its storage of 64 bytes")
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all", "nowhere.safetensors"])
@@ -305,7 +309,7 @@ def test_a_path_that_does_not_exist(source: str) -> None:
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    refused(tmp_path, anyrank.LoadError, "no weights here; the folder holds nothing")
+    refused(tmp_path, anyrank.LoadError, "contains no weights. The folder contains nothing")
 
 
 def test_two_sets_of_weights_in_one_folder(tmp_path: Path) -> None:
@@ -318,13 +322,13 @@ def test_the_same_key_in_two_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file(WEIGHTS, tmp_path / f"{name}.safetensors")
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    refused(files, anyrank.LoadError, "again in")
+    refused(files, anyrank.LoadError, r"is both in .*a\.safetensors and in .*b\.safetensors")
 
 
 def test_an_integer_and_a_complex_source_are_not_cast_to_floats() -> None:
     for kind in (torch.int32, torch.complex64):
         source = {"0.weight": torch.zeros(4, 4, dtype=kind), "0.bias": torch.zeros(4)}
-        refused(source, anyrank.LoadError, rf"{kind} of the source .* ask for it with cast='any'")
+        refused(source, anyrank.LoadError, rf"the source has {kind} .* allow it with cast='any'")
 
 
 def test_a_file_that_changes_between_plan_and_read(
@@ -337,7 +341,7 @@ def test_a_file_that_changes_between_plan_and_read(
         os.utime(path)
 
     monkeypatch.setitem(anyrank.faults.armed, "load.open", change)
-    refused(path, anyrank.LoadError, "changed since its header was read")
+    refused(path, anyrank.LoadError, "changed after its header was read")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
@@ -393,12 +397,12 @@ def test_integers_are_widened_only() -> None:
 
 def test_a_table_inside_a_table() -> None:
     refused({"state_dict": WEIGHTS, "epoch": 3}, ValueError, r"source\['state_dict'\]")
-    refused({"epoch": 3}, ValueError, "the dict holds no tensors, only epoch")
+    refused({"epoch": 3}, ValueError, "the dict has no tensors, only epoch")
 
 
 def test_a_checkpoint_whose_weights_have_an_unknown_name(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "ema": WEIGHTS}, tmp_path / "w.pt")
-    refused(tmp_path / "w.pt", anyrank.LoadError, r"2 of them fit with rename=\{'ema': ''\}")
+    refused(tmp_path / "w.pt", anyrank.LoadError, r"2 of them match with rename=\{'ema': ''\}")
 
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.uint16])
@@ -422,11 +426,11 @@ def test_a_pickle_that_torch_did_not_save_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        ((3, WEIGHTS), r"2 of them fit with rename=\{'1': ''\}"),
-        ([WEIGHTS], r"2 of them fit with rename=\{'0': ''\}"),
-        ((3, 4), "holds a tuple.*save the dict of weights"),
-        (None, "holds a NoneType.*give the file that has the weights"),
-        ("weights", "holds a str.*give the file that has the weights"),
+        ((3, WEIGHTS), r"2 of them match with rename=\{'1': ''\}"),
+        ([WEIGHTS], r"2 of them match with rename=\{'0': ''\}"),
+        ((3, 4), "contains a tuple.*save the dict of tensors"),
+        (None, "contains a NoneType.*pass the file with the weights"),
+        ("weights", "contains a str.*pass the file with the weights"),
     ],
 )
 def test_what_is_no_dict_has_a_way_out(value: object, wanted: str, tmp_path: Path) -> None:
@@ -466,7 +470,7 @@ def test_values_that_hold_one_another_without_end_are_refused(kind: str, tmp_pat
         held["again"] = held if kind == "itself" else [[held]]
     path = tmp_path / "held.pt"
     torch.save({"model": net().state_dict(), "other": held}, path)
-    refused(path, UnsafeFile, "hold one another")
+    refused(path, UnsafeFile, "are nested more than")
     for call in (anyrank.inspect, lambda p: anyrank.convert(p, tmp_path / "out.safetensors")):
-        with pytest.raises(UnsafeFile, match="hold one another"):
+        with pytest.raises(UnsafeFile, match="are nested more than"):
             call(path)

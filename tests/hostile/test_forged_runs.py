@@ -212,7 +212,7 @@ def test_a_tensor_is_no_larger_than_its_files(step: Path, where: tuple[Any, ...]
     index = json.loads((step / "tensors.json").read_text())
     write_index(step, put(index, ("tensors", *where), new))
     with pytest.raises(
-        anyrank.CorruptCheckpoint, match=r"tensors\.json: is not what a save writes"
+        anyrank.CorruptCheckpoint, match=r"tensors\.json: is not valid anyrank data"
     ):
         resume(step.parent, build())
 
@@ -234,7 +234,7 @@ def test_a_piece_lies_in_its_tensor_and_its_file(
 ) -> None:
     index = json.loads((step / "__0_0.json").read_text())
     write_index(step, put(index, ("boxes", *where), new), "__0_0.json")
-    with pytest.raises(anyrank.CorruptCheckpoint, match=r"__0_0\.json: is not what a save writes"):
+    with pytest.raises(anyrank.CorruptCheckpoint, match=r"__0_0\.json: is not valid anyrank data"):
         resume(step.parent, build())
 
 
@@ -256,8 +256,8 @@ def test_pieces_that_do_not_make_up_a_tensor_are_refused(step: Path, how: str) -
     ("field", "value", "said"),
     [
         ("format", "other", "its format is 'other'"),
-        ("version", 2, "has format version 2, this anyrank reads 1"),
-        ("run", "../x", "run: '../x' is not an id of a run"),
+        ("version", 2, "has format version 2, but this anyrank reads version 1"),
+        ("run", "../x", "run: '../x' is not a run id"),
     ],
 )
 def test_a_wrong_field_is_named(step: Path, field: str, value: Any, said: str) -> None:
@@ -276,5 +276,5 @@ def test_a_file_outside_of_the_step_is_damage(step: Path, name: str) -> None:
     table = json.loads((step / "anyrank.json").read_text())
     table["files"][name] = {"size": 3, "xxh3_64": xxhash.xxh3_64_hexdigest(b"abc")}
     forge(step, table)
-    with pytest.raises(anyrank.CorruptCheckpoint, match="lies outside of the step's folder"):
+    with pytest.raises(anyrank.CorruptCheckpoint, match="is outside the step's folder"):
         resume(step.parent, build())

@@ -195,9 +195,9 @@ def swap(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lose, r"rank_1_mp_rank_00_optim_states.pt is missing: copy the files of all ranks"),
+        (lose, r"rank_1_mp_rank_00_optim_states.pt is missing; copy the files of all ranks"),
         (rename, "tensor, pipeline or expert parallelism"),
-        (swap, "a file belongs to another save"),
+        (swap, "A file belongs to a different save"),
     ],
 )
 def test_a_file_of_one_rank_that_is_wrong_is_named(tmp_path: Path, damage: Any, match: str) -> None:
@@ -241,6 +241,6 @@ def test_layouts_that_are_not_read_are_refused(tmp_path: Path, kind: str, what: 
         saved["frozen_param_shapes"] = {"frozen.weight": (2,)} if kind == "fragments" else None
     torch.save(saved, path)
     with pytest.raises(
-        anyrank.LoadError, match=rf"{what}, which is not read: run the zero_to_fp32\.py"
+        anyrank.LoadError, match=rf"{what}, which is not supported\. Run the zero_to_fp32\.py"
     ):
         anyrank.load(tools.seeded(1), folder)

@@ -85,5 +85,7 @@ def test_files_of_ranks(tmp_path: Path) -> None:
         tools.check_weights(Path(source), tmp_path / f"of-{name}")
     (tmp_path / "tc/model_1.pt").unlink()
     state = anyrank.TrainState(net, tools.optimizer_of(net))
-    with pytest.raises(anyrank.CheckpointError, match="a file is missing, or of another save"):
+    with pytest.raises(
+        anyrank.CheckpointError, match="A file is missing, or is from a different save"
+    ):
         anyrank.Checkpoints(tmp_path / "x", state).resume(tmp_path / "tc")

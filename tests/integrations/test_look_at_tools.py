@@ -108,7 +108,7 @@ def test_what_is_missing_is_named_with_the_rank_that_wrote_it(tmp_path: Path) ->
     name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (tmp_path / "zero/global_step3" / name).unlink()
     (finding,) = anyrank.verify(tmp_path / "zero").findings
-    assert "saved on 2 ranks, and has the files of 1" in finding.what
+    assert "was saved on 2 ranks, but has the files of only 1" in finding.what
     assert name in finding.what
     trainer(tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/model.safetensors").unlink()

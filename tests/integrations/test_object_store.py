@@ -258,5 +258,5 @@ def test_a_storage_that_does_not_answer_is_no_empty_folder(
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give a local path"):
+    with pytest.raises(ValueError, match="pass a local path"):
         anyrank.Checkpoints(f"file://{tmp_path}", anyrank.TrainState(*build()))

@@ -207,9 +207,9 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
     peft.save(adapted("lora", lora_alpha=4), tmp_path)
     model = adapted("lora")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"lora_alpha is 8, and was 4"):
+    with pytest.raises(ValueError, match=r"lora_alpha is 8, but was saved with 4"):
         peft.load(model, tmp_path)
-    with pytest.raises(ValueError, match="r is 3, and was 2"):
+    with pytest.raises(ValueError, match="r is 3, but was saved with 2"):
         peft.load(adapted("lora", r=3, lora_alpha=4), tmp_path)
     model = adapted("lora", lora_alpha=4, modules_to_save=["lm_head"])
     with pytest.raises(anyrank.LoadError, match=r"lacks 1 tensor of the adapter.*lm_head"):
@@ -225,10 +225,18 @@ def test_an_adapter_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("then", "now", "text"),
     [
-        ({"lora_alpha": 4}, {}, "lora_alpha is 8, and was 4"),
-        ({"use_rslora": True}, {}, "use_rslora is False, and was True"),
-        ({"alpha_pattern": {"q_proj": 3}}, {}, "alpha_pattern is {}, and was {'q_proj': 3}"),
-        ({}, {"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}, and was {}"),
+        ({"lora_alpha": 4}, {}, "lora_alpha is 8, but was saved with 4"),
+        ({"use_rslora": True}, {}, "use_rslora is False, but was saved with True"),
+        (
+            {"alpha_pattern": {"q_proj": 3}},
+            {},
+            "alpha_pattern is {}, but was saved with {'q_proj': 3}",
+        ),
+        (
+            {},
+            {"alpha_pattern": {"q_proj": 3}},
+            "alpha_pattern is {'q_proj': 3}, but was saved with {}",
+        ),
     ],
 )
 def test_a_load_of_a_folder_compares_how_the_adapter_is_scaled(
@@ -260,7 +268,9 @@ def test_a_load_compares_what_first_values_took_out_of_the_base(
     model = adapted("lora", init_lora_weights=now)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for load in (peft.load, lambda *two: anyrank.load(*two, missing="keep")):
-        with pytest.raises(anyrank.LoadError, match=f"weights is {now!r}, and was {then!r}"):
+        with pytest.raises(
+            anyrank.LoadError, match=f"weights is {now!r}, but was saved with {then!r}"
+        ):
             load(model, tmp_path)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert peft.load(adapted("lora", init_lora_weights=then), tmp_path).tensors > 0
@@ -275,7 +285,9 @@ def test_first_values_that_leave_the_base_alone_are_not_compared(tmp_path: Path,
 
 def test_the_adapter_that_a_model_has_not_is_named_as_one(tmp_path: Path) -> None:
     adapted("lora").save_pretrained(tmp_path)
-    with pytest.raises(anyrank.LoadError, match="of an adapter that the model has not"):
+    with pytest.raises(
+        anyrank.LoadError, match="belong to an adapter that the model does not have"
+    ):
         anyrank.load(base(), tmp_path)
     made = get_peft_model(base(), PeftConfig.from_pretrained(tmp_path))  # as the error says
     assert anyrank.load(made, tmp_path).tensors > 0
@@ -291,7 +303,7 @@ def test_other_adapters_are_compared_by_their_own_setting_and_beside_their_base(
     made(4).save_pretrained(tmp_path / "adapter")
     base().save_pretrained(tmp_path / "base")
     folders = [tmp_path / "base", tmp_path / "adapter"]
-    with pytest.raises(anyrank.LoadError, match="alpha is 8, and was 4"):
+    with pytest.raises(anyrank.LoadError, match="alpha is 8, but was saved with 4"):
         anyrank.load(made(8), folders)
     assert anyrank.load(made(4), folders).tensors > 2
     # The base alone has no setting of an adapter.
@@ -306,7 +318,7 @@ def test_each_of_several_folders_has_the_settings_of_its_own_tensors(tmp_path: P
     model = adapted("lora", **both)
     folders = [tmp_path / "q_proj", tmp_path / "v_proj"]
     for order in (folders, folders[::-1]):
-        with pytest.raises(anyrank.LoadError, match="lora_alpha is 8, and was 4"):
+        with pytest.raises(anyrank.LoadError, match="lora_alpha is 8, but was saved with 4"):
             anyrank.load(model, order, missing="keep")
     saved = adapted("lora", target_modules=["v_proj"])
     saved.save_pretrained(tmp_path / "v_proj")

@@ -109,7 +109,7 @@ def test_other_methods_and_what_may_differ(tmp_path: Path) -> None:
         return get_peft_model(llama(), LoHaConfig(target_modules=["q_proj"], **options))
 
     loha(alpha=4).save_pretrained(tmp_path / "loha")
-    with pytest.raises(anyrank.LoadError, match="alpha is 9, and was 4"):
+    with pytest.raises(anyrank.LoadError, match="alpha is 9, but was saved with 4"):
         anyrank.load(loha(alpha=9), tmp_path / "loha")
     anyrank.load(loha(alpha=4, module_dropout=0.5), tmp_path / "loha")
     adapted(llama()).save_pretrained(tmp_path / "lora")
@@ -308,7 +308,7 @@ def test_disabled_adapters_are_merged_by_none(kind: str, tmp_path: Path) -> None
         (lambda model: anyrank.sync(Layers(nn.Conv2d(4, 4, 3)), model, merge=True), LoadError),
         (peft.merge, ValueError),
     ):
-        with pytest.raises(kind_of_error, match="its adapters are disabled: enable them"):
+        with pytest.raises(kind_of_error, match="its adapters are disabled; enable them"):
             call(switch_off(layers(kind), kind))
     with pytest.raises(LoadError, match="belongs to an adapter"):
         anyrank.convert(switch_off(layers(kind), kind), tmp_path / "out")
@@ -433,7 +433,7 @@ def test_a_model_s_own_state_that_lacks_a_base_tensor_is_no_adapter(tmp_path: Pa
     del state["base_model.model.model.layers.0.mlp.up_proj.weight"]
     torch.save(state, tmp_path / "state.pt")
     for source in (state, tmp_path / "state.pt"):
-        with pytest.raises(anyrank.LoadError, match=r"missing in the source \(1\)"):
+        with pytest.raises(anyrank.LoadError, match=r"missing from the source \(1\)"):
             anyrank.load(adapted(llama(), **LORA), source)
 
 

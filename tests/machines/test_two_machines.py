@@ -62,7 +62,10 @@ def test_a_dead_machine_is_named_and_the_other_goes_on_alone(
     machines.kill(1)
     first = machines.finish()[0]
     assert first["error"] == "RankError", first
-    assert "rank 1 on machine1 died or does not answer: machine1 or the network" in first["text"]
+    assert (
+        "rank 1 on machine1 died or stopped responding: machine1 is down or unreachable"
+        in first["text"]
+    )
     machines.start("resume", str(folder), on=0)
     before, after, saved_on = machines.finish()[0]["value"]
     assert before >= 2
@@ -122,4 +125,4 @@ def test_one_of_twenty_ranks_on_two_machines_is_named_by_all_others(
     assert len(texts) == 1, texts
     ((error, text),) = texts
     assert error == "RankError"
-    assert text.startswith(f"rank {victim} on machine{machine} died or does not answer")
+    assert text.startswith(f"rank {victim} on machine{machine} died or stopped responding")

@@ -78,7 +78,7 @@ def test_a_rank_that_fails_fails_all_with_its_class(
     found, text, told = agreed(run_ranks(4, job_together, failing))
     assert (found, told) == (kind, causes)
     said = "".join(f"\n[rank {rank}] {cause}" for rank, cause in causes.items())
-    assert text == f"counting failed on {len(causes)} of 4 ranks, so on all:{said}"
+    assert text == f"counting failed on {len(causes)} of 4 ranks, so every rank stops:{said}"
 
 
 def job_meet(times: int) -> None:
@@ -105,7 +105,7 @@ def job_alike(kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("ValueError", "counting failed on all ranks: ValueError: enough"), ("LoadError", "enough")],
+    [("ValueError", "counting failed on every rank: ValueError: enough"), ("LoadError", "enough")],
 )
 def test_what_all_ranks_raise_alike_is_said_once_and_says_where(kind: str, text: str) -> None:
     result = agreed(run_ranks(2, job_alike, kind))
@@ -194,6 +194,6 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(path: str) -> None:
     for rank in (0, 2):
         kind, text, causes, seconds = results[rank]
         assert kind == "RankError"
-        assert text.startswith("rank 1 did not come to 'reading the weights' within 2 s")
+        assert text.startswith("rank 1 did not reach 'reading the weights' within 2 s")
         assert list(causes) == [1]
         assert seconds < 2 + SECONDS + 3

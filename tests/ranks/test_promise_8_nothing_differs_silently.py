@@ -221,7 +221,7 @@ class Derived(nn.Module):
 def test_a_buffer_that_nobody_can_rebuild_raises() -> None:
     with torch.device("meta"):
         model = Derived()
-    with pytest.raises(anyrank.LoadError, match=r"no rule of their module rebuilds: table"):
+    with pytest.raises(anyrank.LoadError, match=r"no rule of their module fills: table"):
         anyrank.load(model, {"weight": torch.zeros(2)})
     assert model.weight.is_meta
 
@@ -236,7 +236,7 @@ def job_one_rank_has_it() -> str:
 
 def test_a_buffer_that_one_rank_alone_has_raises_on_all() -> None:
     for text in run_ranks(3, job_one_rank_has_it):
-        assert "no rule of their module rebuilds: table" in text
+        assert "no rule of their module fills: table" in text
 
 
 def job_diverged() -> str:

@@ -43,7 +43,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 def test_a_problem_is_raised_before_the_first_byte(tmp_path: Path, problem: str) -> None:
     save_file(PROBLEMS[problem], tmp_path / "w.safetensors")
     for call in (anyrank.load, anyrank.plan):
-        with pytest.raises(anyrank.LoadError, match="does not fit the model"):
+        with pytest.raises(anyrank.LoadError, match="does not match the model"):
             call(net(), tmp_path / "w.safetensors")
 
 
@@ -113,16 +113,17 @@ def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.load(net(), source)
     assert str(caught.value) == (
-        "the dict (memory) does not fit the model:\n"
-        "missing in the source (1):\n"
+        "the dict (memory) does not match the model:\n"
+        "missing from the source (1):\n"
         "  1.weight (near: 1.wieght)\n"
-        "  to go on: rename=..., or missing='keep' for the model's values, or 'init' for new ones\n"
+        "  Fix: map the names with rename=..., or pass missing='keep' to keep the model's values, "
+        "or missing='init' to initialize them\n"
         "unexpected in the source (1):\n"
         "  1.wieght (near: 1.weight)\n"
-        "  to go on: rename=..., or unexpected='ignore'\n"
+        "  Fix: map the names with rename=..., or pass unexpected='ignore'\n"
         "0.weight: the model has shape [4, 4], the source [3, 3] (0.weight)\n"
-        "  to go on: a model of the source's sizes; or, for a vocabulary or a head of another "
-        "size, rename={'0.weight': ''} with missing='init'"
+        "  Fix: build the model with the source's sizes; or, if a vocabulary or head size was "
+        "changed on purpose, pass rename={'0.weight': ''} and missing='init'"
     )
 
 
@@ -159,7 +160,7 @@ def test_thousands_of_wrong_names_are_told_at_once_with_hints() -> None:
 
 def test_of_many_shapes_that_do_not_fit_a_few_are_shown() -> None:
     model = nn.ModuleList(nn.PReLU() for _ in range(100))
-    with pytest.raises(anyrank.LoadError, match="and 90 more that do not fit") as caught:
+    with pytest.raises(anyrank.LoadError, match="and 90 more mismatches") as caught:
         anyrank.load(model, {f"{n}.weight": torch.zeros(2) for n in range(100)})
     assert str(caught.value).count("\n") == 11
 
@@ -183,12 +184,12 @@ def test_a_wrong_prefix_is_found_by_counting(
     for name in reversed(model_prefix.split(".")[:-1]):
         model = nn.ModuleDict({name: model})
     source = {source_prefix + key: value for key, value in weights.items()}
-    with pytest.raises(anyrank.LoadError, match="12 of them fit with rename=") as caught:
+    with pytest.raises(anyrank.LoadError, match="12 of them match with rename=") as caught:
         anyrank.load(model, source)
     assert f"fit with rename={rename!r}\n" in str(caught.value)
     more = source | {"other": torch.ones(1)}
     with pytest.raises(
-        anyrank.LoadError, match=re.escape(f"12 of them fit with rename={rename!r}")
+        anyrank.LoadError, match=re.escape(f"12 of them match with rename={rename!r}")
     ):
         anyrank.load(model, more, unexpected="ignore")  # which lists no keys
     assert anyrank.load(model, source, rename=rename).tensors == 12
@@ -237,7 +238,7 @@ def test_another_part_of_the_same_shapes_is_not_proposed(
 def test_of_two_prefixes_that_fit_alike_both_are_named() -> None:
     weights = nn.Linear(4, 4).state_dict()
     both = {f"{part}.{k}": t for part in ("teacher", "student") for k, t in weights.items()}
-    wanted = "2 of them fit with rename={'teacher': ''}, or with rename={'student': ''}"
+    wanted = "2 of them match with rename={'teacher': ''}, or with rename={'student': ''}"
     with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
         anyrank.load(nn.Linear(4, 4), both)
     assert wanted in str(caught.value)

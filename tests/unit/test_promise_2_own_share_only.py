@@ -111,7 +111,7 @@ def test_a_hole_between_chunks_is_an_error() -> None:
     pieces = local_pieces((4, 2), None, None)
     assert pieces[0].box == whole
     with pytest.raises(
-        LoadError, match=r"layer.weight: the file's chunks hold 4 of the 8 elements"
+        LoadError, match=r"layer.weight: the chunks in the source hold 4 of the 8 elements"
     ):
         plan_reads(stored, pieces)
 

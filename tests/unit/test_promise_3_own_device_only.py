@@ -75,7 +75,7 @@ def job_beyond_the_devices(call: str) -> str:
 def test_a_rank_beyond_the_devices_is_an_error_on_all_ranks(call: str) -> None:
     first, second = run_ranks(2, job_beyond_the_devices, call)
     assert first == second
-    assert "[rank 1] local rank 2 has no device of its own: this machine has 2" in first
+    assert "[rank 1] local rank 2 has no device: this machine has 2" in first
 
 
 def test_a_checkpoint_saved_on_a_gpu_touches_none(tmp_path: Path) -> None:

@@ -446,7 +446,7 @@ def test_a_sync_without_either_end_is_a_value_error() -> None:
     ],
 )
 def test_a_home_folder_that_no_shell_has_expanded_is_refused(call: Callable[[str], Any]) -> None:
-    with pytest.raises(ValueError, match=r"~/a: ~ is expanded by a shell alone: give os\.path\."):
+    with pytest.raises(ValueError, match=r"~/a: only a shell expands '~'; pass os\.path\."):
         call("~/a")
 
 

@@ -1,4 +1,5 @@
 """Bytes at rest: local files, object stores, the reader, checksums.
 
-Everything that reads or writes enters this wing. It may import `tensors`, and knows no processes.
+All code that reads or writes bytes belongs here. The wing may import `tensors`, and does not
+communicate between processes.
 """

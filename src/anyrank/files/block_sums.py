@@ -1,7 +1,7 @@
-"""`NAME.xxh3`: checksums of a data file's blocks, which verify any part of the file when read.
+"""`NAME.xxh3`: checksums of the blocks of a data file, so that any part of it can be verified.
 
 A data file is cut into blocks of 64 KiB, starting at its first byte; the last one may be shorter.
-The file of the checksums holds the xxh3-64 of each block, 8 bytes each, followed by the xxh3-64 of
+The checksum file holds the xxh3-64 of each block, 8 bytes each, followed by the xxh3-64 of
 everything before it.
 """
 
@@ -24,17 +24,17 @@ READ_BYTES = 2 << 20  # whole blocks per read: still in the cache when they are 
 
 
 def sums_name(data: str) -> str:
-    """The name of the checksums of a data file."""
+    """Return the name of the checksum file of a data file."""
     return data.removesuffix(".distcp") + SUFFIX
 
 
 def sums_bytes(size: int) -> int:
-    """Bytes of the checksums of a data file of a given size."""
+    """Return the size of the checksum file of a data file, in bytes."""
     return -(-size // BLOCK_BYTES) * DIGEST_BYTES + DIGEST_BYTES
 
 
 class BlockDigester:
-    """Digests of a file's blocks, fed with its bytes in order and in parts of any size."""
+    """Digests the blocks of a file, whose bytes arrive in order and in parts of any size."""
 
     def __init__(self) -> None:
         import xxhash  # only files that are written or verified need it
@@ -46,11 +46,11 @@ class BlockDigester:
         self.digests: list[bytes] = []
 
     def update(self, view: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         begin = min(-self.rest_bytes % BLOCK_BYTES, len(view))
         self._add(view[:begin])
         stop = len(view) - (len(view) - begin) % BLOCK_BYTES
-        # Few steps per block: many would together take half as long as the hashing.
+        # Few Python steps per block: many would take half as long as the hashing.
         self.digests += [
             self.digest(view[low : low + BLOCK_BYTES]) for low in range(begin, stop, BLOCK_BYTES)
         ]
@@ -80,7 +80,7 @@ class BlockSums:
     Attributes:
         size: bytes of the file.
         digests: digests of its blocks, in order.
-        names: names of the tensors in a range of the file, as the beginning of a message.
+        names: names of the tensors in a range of the file, as the start of a message.
     """
 
     size: int
@@ -88,17 +88,17 @@ class BlockSums:
     names: Callable[[int, int], str] = lambda start, stop: ""
 
     def to_bytes(self) -> bytes:
-        """The file of the checksums."""
+        """Return the content of the checksum file."""
         import xxhash  # only files that are written or verified need it
 
         return self.digests + xxhash.xxh3_64_digest(self.digests)
 
     def around(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of whole blocks around a range of bytes."""
+        """Extend a range of bytes to whole blocks."""
         return start - start % BLOCK_BYTES, min(stop + -stop % BLOCK_BYTES, self.size)
 
     def check(self, start: int, views: Sequence[memoryview], path: str) -> None:
-        """Compare the bytes from `start`, which begin and end with blocks, with their digests.
+        """Compare the bytes from `start`, which must be whole blocks, with their digests.
 
         Raises:
             CorruptCheckpoint: a block differs.
@@ -116,18 +116,19 @@ class BlockSums:
                 begin = (first + low) // DIGEST_BYTES * BLOCK_BYTES
                 low, high = self.around(begin, begin + 1)
                 raise CorruptCheckpoint(
-                    f"{path}: {self.names(low, high)}bytes {low} to {high} are not those that "
-                    f"were written: their xxh3-64 is {actual.hex()}, it was {expected.hex()}: the "
-                    "file is damaged"
+                    f"{path}: {self.names(low, high)}bytes {low} to {high} differ from the saved "
+                    f"ones (xxh3-64 {actual.hex()}, expected {expected.hex()}). The file is "
+                    "corrupt; restore it from a copy."
                 )
 
 
 def read_verified(
     file: OpenFile, views: Sequence[memoryview], start: int, sums: BlockSums, most: int
 ) -> None:
-    """Fill the views from `start`, `most` bytes at a time, checking each read while it is cached.
+    """Fill the views from `start`, `most` bytes at a time; check each read while it is in the
+    cache.
 
-    The views begin and end with blocks, and so does every part of `most` bytes.
+    The views and every part of `most` bytes must consist of whole blocks.
 
     Raises:
         CorruptCheckpoint: a block differs.
@@ -143,7 +144,7 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
     """Read the checksums of a file of a listing, by its number.
 
     Raises:
-        CorruptCheckpoint: the checksums are missing or damaged.
+        CorruptCheckpoint: the checksums are missing or corrupt.
         LoadError: they cannot be read.
     """
     import xxhash  # only files that are written or verified need it
@@ -153,17 +154,22 @@ def read_sums(listing: Listing, number: int) -> BlockSums:
     length = sums_bytes(size) - DIGEST_BYTES
     info = storage.find(path)
     if info is None or info.size != sums_bytes(size):
-        raise CorruptCheckpoint(f"{path}: is missing or has another size: it is damaged")
+        raise CorruptCheckpoint(
+            f"{path}: is missing or has a wrong size. The checksum file is corrupt; restore it "
+            "from a copy."
+        )
     data = read_whole(storage, path)
     if xxhash.xxh3_64_digest(data[:length]) != data[length:]:
-        raise CorruptCheckpoint(f"{path}: does not match its checksum: it is damaged")
+        raise CorruptCheckpoint(
+            f"{path}: does not match its own checksum. The file is corrupt; restore it from a copy."
+        )
     return BlockSums(size, data[:length], partial(listing.names_at, number))
 
 
 def check_file(
     path: str, sums: BlockSums, number: int, count: int, progress: Callable[[int], None]
 ) -> None:
-    """Compare one of `count` equal parts of a file with its checksums, and report its bytes.
+    """Compare one of `count` equal parts of a file with its checksums, and report progress.
 
     Raises:
         CorruptCheckpoint: a block differs.

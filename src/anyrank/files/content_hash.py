@@ -12,7 +12,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def content_hash(tensor: torch.Tensor) -> str:
-    """Return xxh3-128 of the elements in row-major order; a device's pass through a 1 MiB buffer.
+    """Return xxh3-128 of the elements in row-major order; those on a device pass through 1 MiB.
 
     Args:
         tensor: any dtype, any device.
@@ -27,7 +27,7 @@ def content_hash(tensor: torch.Tensor) -> str:
 
 
 def hash_of(parts: Iterable[torch.Tensor]) -> str:
-    """Hash tensors one after the other, like `content_hash`; each must fit into memory twice."""
+    """Hash tensors one after the other, as `content_hash` does; each must fit into memory twice."""
     import xxhash  # only verification needs it
 
     digest = xxhash.xxh3_128()

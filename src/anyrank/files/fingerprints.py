@@ -1,4 +1,4 @@
-"""Fingerprints of files, by which ranks recognize copies of them in other places."""
+"""Fingerprints of files, by which ranks recognize copies of them on other machines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from anyrank.files.storage import read_range, storage_for
 from anyrank.files.threads import spread
 
 FINGERPRINT_THREADS = 8
-END_BYTES = 64 << 10  # headers, directories with checksums, and some of the weights
+END_BYTES = 64 << 10  # covers headers, zip directories with checksums, and some of the weights
 BLOCK_BYTES = 4096  # of a tensor
 
 
 def fingerprint(info: FileInfo) -> str:
-    """A digest of a file's first and last 64 KiB and its `blocks`, to tell a copy from other files.
+    """Return a digest of a file's first and last 64 KiB and its `blocks`, to recognize a copy.
 
     Raises:
         LoadError: the file cannot be read.
@@ -36,10 +36,9 @@ def fingerprint(info: FileInfo) -> str:
 
 
 def with_fingerprints(listing: Listing) -> Listing:
-    """The listing with fingerprints, so that ranks recognize copies of its local files elsewhere.
+    """Add fingerprints to a listing, so that other ranks recognize copies of its local files.
 
-    It takes two reads per file and one per tensor, so it is for ranks that see files in other
-    places.
+    It takes two reads per file and one per tensor, so only ranks whose files are elsewhere need it.
     """
     files, blocks = [*listing.files], _blocks_of(listing)
     local = (number for number, info in enumerate(files) if info.location)
@@ -53,10 +52,11 @@ def with_fingerprints(listing: Listing) -> Listing:
 
 
 def _blocks_of(listing: Listing) -> dict[int, set[int]]:
-    """File -> where a block in the middle of each tensor (or of one of its pieces) begins.
+    """Map each file to the offsets of a block in the middle of each tensor (or of one of its
+    pieces).
 
-    Two versions of a tensor are likelier to differ in the middle than at the start: embeddings
-    begin that are never trained.
+    Two versions of a tensor are likelier to differ in the middle than at the start, because
+    embeddings start with rows that are never trained.
     """
     blocks: dict[int, set[int]] = {}
     for number, stored in enumerate([*listing.tensors.values(), *listing.beside.values()]):

@@ -1,8 +1,8 @@
-"""Nested values as JSON plus tensors, and back: no pickle, no type lost, nothing guessed.
+"""Nested values as JSON plus tensors, and back, without pickle and without losing types.
 
 JSON's own types stay as they are. Tuples, sets, dicts with other keys, dtypes, bytes, NaN and
-infinities become a dict of one entry whose key starts with "~". Anything else is refused when it is
-saved.
+infinities become a dict of one entry whose key starts with "~". Any other value is an error when it
+is saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from anyrank.errors import CheckpointError, CorruptCheckpoint
 from anyrank.tensors.spec import StoredTensor, dtype_name
 
-Put = Callable[[str, Any], Any]  # stores a tensor, or the place of its bytes
+Put = Callable[[str, Any], Any]  # stores a tensor, or the position of its bytes
 Take = Callable[[Any], Any]
 MARK = "~"
 DEEPEST = 100  # nested dicts and sequences; far below Python's recursion limit
@@ -47,10 +47,10 @@ FACTORIES: dict[str | None, Any] = {
 
 @contextlib.contextmanager
 def reading_record(where: str) -> Generator[None]:
-    """Read JSON that a save wrote: an error inside means that it holds something else.
+    """Turn errors in the block, which reads JSON that a save wrote, into CorruptCheckpoint.
 
     Raises:
-        CorruptCheckpoint: names the place.
+        CorruptCheckpoint: names `where`.
     """
     try:
         yield
@@ -64,7 +64,8 @@ def reading_record(where: str) -> Generator[None]:
     ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(
-            f"{where}: is not what a save writes ({reason[:200]}): the file is damaged"
+            f"{where}: is not valid anyrank data ({reason[:200]}). The file is corrupt; restore it "
+            "from a copy, or use an older step."
         ) from error
 
 
@@ -78,13 +79,13 @@ def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
         depth: the number of dicts and sequences around it.
 
     Raises:
-        CheckpointError: a value has another type, or is nested too deep, as one that holds itself;
-            names its key.
+        CheckpointError: a value has a type that cannot be saved, or is nested too deep, such as one
+            that contains itself; names its key.
     """
     if depth > DEEPEST:
         raise CheckpointError(
-            f"{where[:SHOWN]}...: is nested more than {DEEPEST} deep, or holds itself, and cannot "
-            "be saved: give a flatter value in the object's state_dict()"
+            f"{where[:SHOWN]}...: is nested more than {DEEPEST} levels deep, or contains itself, "
+            "and cannot be saved. Return a flatter value from the object's state_dict()."
         )
     if value is None or type(value) in (bool, int, str):
         return value
@@ -93,7 +94,7 @@ def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
     if isinstance(value, float):
         plain = float(value)
         return plain if math.isfinite(plain) else {"~float": repr(plain)}
-    if type(value) in DICTS:  # exactly these: a subclass would come back as its base
+    if type(value) in DICTS:  # exactly these: a subclass would be restored as its base
         return _dict(cast("Mapping[Any, Any]", value), where, put, depth + 1)
     if type(value) in SEQUENCES:
         return _sequence(cast("list[Any]", value), where, put, depth + 1)
@@ -108,9 +109,9 @@ def to_json(value: Any, where: str, put: Put, depth: int = 0) -> Any:
     if type(value).__module__ == "numpy":
         return _numpy(value, where, put)
     raise CheckpointError(
-        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: a "
-        "checkpoint holds tensors and plain values (numbers, text, None, lists, tuples, dicts); "
-        "convert it in the object's state_dict() and load_state_dict()"
+        f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved. A "
+        "checkpoint holds tensors and plain values (numbers, text, None, lists, tuples, dicts). "
+        "Convert it in the object's state_dict() and load_state_dict()."
     )
 
 
@@ -129,7 +130,10 @@ def _dict(value: Mapping[Any, Any], where: str, put: Put, depth: int) -> Any:
     if isinstance(value, defaultdict):
         factory = cast("Any", value.default_factory)
         if factory not in FACTORIES.values():
-            raise CheckpointError(f"{where}: a defaultdict of {factory}: make it a plain dict")
+            raise CheckpointError(
+                f"{where}: a defaultdict of {factory} cannot be saved. Convert it to a dict in the "
+                "object's state_dict()."
+            )
         pairs = [next(name for name, known in FACTORIES.items() if known is factory), pairs]
     return {kind: pairs}
 
@@ -153,14 +157,17 @@ def _numpy(value: Any, where: str, put: Put) -> Any:
     except (TypeError, AttributeError) as error:
         if value.shape == ():  # text or an object, as numpy.load returns them
             return to_json(value.item(), where, put)
-        raise CheckpointError(f"{where}: {error}: convert it to a plain array") from error
+        raise CheckpointError(
+            f"{where}: {error}. Convert it to a plain array in the object's state_dict()."
+        ) from error
 
 
 def from_json(value: Any, take: Take) -> Any:
-    """Return the value that `to_json` got; `take` turns the JSON for a tensor into one.
+    """Return the value from which `to_json` made the JSON; `take` turns the JSON for a tensor into
+    one.
 
     Raises:
-        CorruptCheckpoint: JSON that `to_json` does not make, or that stands for no tensor.
+        CorruptCheckpoint: JSON that `to_json` does not make, or that does not stand for a tensor.
     """
     with reading_record("a saved value"):
         return _from_json(value, take)

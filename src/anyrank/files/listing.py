@@ -1,4 +1,4 @@
-"""The contents of a source: its files and its tensors, known from headers alone."""
+"""The contents of a source: its files and its tensors, known from headers only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Fetch = Callable[[StoredTensor, int, int], torch.Tensor]  # bytes [start, stop) 
 
 
 class Computed(Protocol):
-    """A tensor that is computed from others of its listing while it is read.
+    """A tensor that is computed from other tensors of its listing while it is read.
 
     Readers treat its values as if they were the bytes of a file.
     """
 
     @property
     def method(self) -> str:
-        """The way it is computed, in a word for reports."""
+        """How it is computed, in one word for reports."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Computed(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored for it."""
+        """The number of bytes stored for it."""
         ...
 
     def with_file_offset(self, base: int) -> Computed:
@@ -54,19 +54,20 @@ class Computed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file as it was when its header was read; a reader that finds it changed refuses it.
+    """One file as it was when its header was read; a reader raises an error if it has changed.
 
     Attributes:
         path: path or URL; for a tensor in memory, its key.
         size: bytes.
         version: modification time in ns, or an object store's tag.
         in_memory: the bytes are a tensor's, not a file's.
-        location: host and inode of a local file. The same file on two hosts counts as two copies.
-        fingerprint: digest of a local file's ends, and of a block of each of its tensors, by which
-            copies in other places are recognized.
+        location: machine and inode of a local file. The same file on two machines counts as two
+            copies.
+        fingerprint: digest of a local file's ends and of a block of each of its tensors, by which
+            copies on other machines are recognized.
         blocks: where these blocks begin.
         tensor: the tensor, for one in memory, on the rank that has it.
-        computed: for a tensor computed from others of its listing, how.
+        computed: how to compute the tensor, if it is computed from others of its listing.
     """
 
     path: str
@@ -81,7 +82,7 @@ class FileInfo:
 
     @property
     def is_cached(self) -> bool:
-        """Return whether the page cache holds what is read of it, so that short reads are cheap."""
+        """True if reads of it go through the page cache, so that short reads are cheap."""
         return "://" not in self.path and self.computed is None and not self.in_memory
 
     def with_file_offset(self, base: int) -> FileInfo:
@@ -93,7 +94,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum that the format itself keeps for a range of bytes, in hex.
+    """A checksum that the format itself stores for a range of bytes, in hex.
 
     Attributes:
         file: index of the file in its listing.
@@ -109,27 +110,29 @@ class Checksum:
     what: str
 
 
-Wanted: TypeAlias = "tuple[StoredTensor, tuple[Piece, ...]]"  # a tensor, and what is read of it
+Wanted: TypeAlias = "tuple[StoredTensor, tuple[Piece, ...]]"  # a tensor, and its pieces to read
 
 
 class Locator(Protocol):
     """Finds the bytes of a step of a run, by the indexes of the ranks that saved it.
 
-    It counts files and tensors as a listing of this step alone.
+    Its indices of files are those in a listing of this step only.
     """
 
     def is_listed(self, stored: StoredTensor) -> bool:
-        """Return True if a tensor is one of the step's, and no part of one or several together."""
+        """Return True if a tensor is a whole tensor of the step: not a part, and not several
+        joined.
+        """
         ...
 
     def check_same(self) -> None:
-        """Refuse a folder that holds another step here than where it was listed."""
+        """Raise LoadError if the folder holds a different step here than where it was listed."""
         ...
 
     def locate(
         self, wanted: Sequence[Wanted], threads: int
     ) -> tuple[list[StoredTensor], tuple[FileInfo, ...], dict[int, str]]:
-        """Return what is wanted with the places of its bytes, and the step's files and `sums`."""
+        """Return the tensors with the positions of their bytes, and the step's files and `sums`."""
         ...
 
 
@@ -145,18 +148,18 @@ class Listing:
         skipped: files and keys that were skipped, each with the reason.
         checksums: checksums of byte ranges, if the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
-        sums: index of a file -> path of the checksums of its blocks, where it has some.
+        sums: index of a file -> path of the checksums of its blocks, if it has some.
         unreadable: key of a tensor among the weights whose bytes are not its values (sparse,
-            quantized, nested, arrays) -> what it is; listed in `skipped` too.
-        tables: prefixes of whole keys that name a table of the checkpoint which may hold weights,
-            not a module, if the format tells them apart.
-        table: the table that the tensors belong to, whose name their keys leave out.
+            quantized, nested, arrays) -> its kind; listed in `skipped` too.
+        tables: prefixes of whole keys that name a table of the checkpoint that may hold weights,
+            and not a module, if the format distinguishes them.
+        table: the table that the tensors belong to; their keys omit its name.
         beside: tensors of other tables, by their whole keys; `tensors` does not list them.
         unread_beside: like `unreadable`, for other tables, by whole keys.
         quantization: `quantization_config` of the config.json beside the weights.
         adapters: index of a file -> the adapter_config.json beside it, if there is one.
-        locators: index of the first file of a step of a run -> what finds its bytes, if its
-            tensors are listed by their shapes alone (`sources/locate.py`).
+        locators: index of the first file of a step of a run -> what finds its bytes, if its tensors
+            are listed only by their shapes (`sources/locate.py`).
     """
 
     format: str
@@ -190,12 +193,12 @@ class Listing:
         return numel * computed.nbytes // computed.numel
 
     def kind_of(self, stored: StoredTensor) -> str:
-        """The form in which the values of a tensor are stored: a dtype, or a way of quantizing."""
+        """Return how the values of a tensor are stored: a dtype, or a quantization method."""
         computed = self.files[stored.chunks[0].file].computed if stored.chunks else None
         return dtype_name(stored.dtype) if computed is None else computed.method
 
     def names_at(self, file: int, start: int, stop: int) -> str:
-        """Name the tensors that have bytes in a range of a file, to begin a message."""
+        """Name the tensors that have bytes in a range of a file, as the start of a message."""
         names: dict[str, None] = {}
         for name, stored in self.tensors.items():
             for chunk in stored.chunks:
@@ -207,24 +210,24 @@ class Listing:
         return f"{join_first(list(names), SHOWN)}: " if names else ""
 
     def without_memory(self) -> Listing:
-        """Return the headers without the tensors of a source in memory, ready to be sent."""
+        """Return the listing without the tensors of a source in memory, so that it can be sent."""
         return replace(self, files=tuple(replace(info, tensor=None) for info in self.files))
 
     def with_tensors(self, tensors: dict[str, StoredTensor]) -> Listing:
-        """Return the listing of these files with other names or views."""
+        """Return the listing with the same files and different tensors: other names or views."""
         return replace(self, tensors=tensors)
 
 
 @dataclass(slots=True)
 class TensorFill:
-    """A tensor that is to be filled, and the bytes that fill it.
+    """A tensor to fill, and the bytes that fill it.
 
     Attributes:
         target: the tensor, and this rank's part of it.
         stored: where its bytes are.
-        local: this rank's memory, of the target's local shape.
+        local: this rank's memory, with the target's local shape.
         listing: the listing whose files `stored` counts.
-        index: position in the list that the ranks' `Coordinates` count, where they exchange.
+        index: position in the list to which the ranks' `Coordinates` refer, if they communicate.
     """
 
     target: ShardedTensor
@@ -235,7 +238,7 @@ class TensorFill:
 
 
 def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Tensors that share the bytes of an earlier one -> the name of that one."""
+    """Map tensors that share the bytes of an earlier tensor to the name of that one."""
     tied: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, stored in tensors.items():
@@ -246,6 +249,6 @@ def ties_of(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 NOTHING = Listing("nothing", (), {})
-NOT_A_TENSOR = "not a tensor"  # a note of `Listing.skipped`, for a value among the weights
+NOT_A_TENSOR = "not a tensor"  # a reason in `Listing.skipped`, for a value among the weights
 ABSENT = "None"  # the same for None, which a layer without a bias has in its place
-EXTRA_STATE = "_extra_state"  # where nn.Module.state_dict puts what get_extra_state returns
+EXTRA_STATE = "_extra_state"  # nn.Module.state_dict stores the result of get_extra_state here

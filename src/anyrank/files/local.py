@@ -1,4 +1,4 @@
-"""Files on a disk: read at offsets, and written from start to end, durable before they count.
+"""Local files: read at offsets, written from start to end, and made durable before they count.
 
 Every file event of a save passes a point of `anyrank.faults`, so that a test can stop a process at
 each.
@@ -24,14 +24,15 @@ from anyrank import faults
 from anyrank.files.listing import FileInfo
 
 WRITEBACK_BYTES = 32 << 20  # the kernel is asked to write this much at a time
-MADV_POPULATE_READ = 22  # of Linux 5.14
+MADV_POPULATE_READ = 22  # since Linux 5.14
 
 
 def _open_regular(path: str) -> tuple[int, os.stat_result]:
-    """Open a file to read it, in one call, and refuse what is none: a device has no end.
+    """Open a regular file for reading; raise OSError for anything else, because a device has no
+    end.
 
     Raises:
-        OSError: says that it is not a regular file; or as `os.open`.
+        OSError: it is not a regular file; or as for `os.open`.
     """
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
@@ -59,22 +60,22 @@ class LocalFile:
         return os.preadv(self.descriptor, buffers, offset)
 
     def stat(self) -> FileInfo:
-        """The open file as it is now, even if the path names another file by now."""
+        """Describe the open file as it is now, even if the path names a different file by now."""
         return _info_of(self.path, os.fstat(self.descriptor))
 
     def mapped(self, start: int, stop: int) -> torch.Tensor | None:
         """Map the bytes of a range, to be copied and released at once; None if they must be read.
 
-        None is returned wherever a page that cannot be read would end the process: while somebody
-        has the file open for writing, on systems other than Linux, and before Linux 5.14. Also on
-        file systems that cannot map files, and where the file ends early or the device reports an
-        error, which a read explains better.
+        None is returned if an unreadable page could end the process: while another process has the
+        file open for writing, on systems other than Linux, and before Linux 5.14. None is also
+        returned if the file system cannot map files, the file ends early or the device reports an
+        error, because a read explains these better.
         """
         low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             descriptor = self._open_with_lease()
             try:
-                # Private to the process, because torch wants memory that it may write to.
+                # Private to the process, because torch requires writable memory.
                 memory = mmap.mmap(descriptor, stop - low, access=mmap.ACCESS_COPY, offset=low)
             finally:
                 os.close(descriptor)  # the mapping keeps the file open
@@ -84,23 +85,24 @@ class LocalFile:
         return torch.frombuffer(memory, dtype=torch.uint8)[start - low :]
 
     def _open_with_lease(self) -> int:
-        """Open the file once more with a lease, which blocks whoever would write to or truncate it.
+        """Open the file once more with a lease, which blocks processes that would change the file.
 
-        They wait in the kernel until the lease and its mappings are closed, for at most 45 seconds.
+        A process that opens the file to write waits in the kernel until the lease and its mappings
+        are closed, for at most 45 seconds.
 
 
         The kernel gives a lease to the file's owner and to root, on file systems that support them.
-        There is no substitute elsewhere: reading the columns along with their holes would take up
-        to 2.3 times as long, and only somebody else can cut such a file.
+        Without a lease the file is mapped all the same: to read columns along with the gaps between
+        them would take up to 2.3 times as long, and only another user can truncate such a file.
 
         Raises:
-            OSError: somebody has the file open for writing; or this is not Linux.
+            OSError: a process has the file open for writing; or this is not Linux.
         """
         if sys.platform != "linux":
-            raise OSError(errno.ENOTSUP, "leases are Linux's")
+            raise OSError(errno.ENOTSUP, "file leases exist only on Linux")
         descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # The kernel announces a waiting writer by a signal; SIGIO, the default, would end the
+            # The kernel reports a waiting writer with a signal; SIGIO, the default, would end the
             # process.
             fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -115,14 +117,14 @@ class LocalFile:
 
 
 class NewLocalFile:
-    """A file that is written from start to end. Buffers are the caller's own."""
+    """A file that is written from start to end, without buffering."""
 
     def __init__(self, path: str) -> None:
         faults.point("file.open")
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         self.descriptor = os.open(path, flags, 0o666)
         self.size = 0
-        self.started = 0  # up to here, the kernel has been asked to write
+        self.started = 0  # the kernel has been asked to write up to here
 
     def write(self, parts: Sequence[bytes | memoryview]) -> None:
         faults.point("file.write")
@@ -145,15 +147,15 @@ class NewLocalFile:
         os.close(self.descriptor)
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file without making it durable."""
         os.close(self.descriptor)
 
 
 def _start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Let the kernel start writing a range now, so that fsync finds little left to do.
 
-    A save of 256 MiB takes 0.16 s instead of 0.22 s. Linux waits for nothing here, and drops pages
-    that it has written.
+    A save of 256 MiB takes 0.16 s instead of 0.22 s. On Linux the call does not wait, and the
+    kernel drops pages that it has written.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
@@ -165,7 +167,7 @@ class LocalStorage:
     renames = True
 
     def find(self, path: str) -> FileInfo | None:
-        """A regular file, or None if there is none."""
+        """Describe a regular file; None if the path does not name one."""
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -179,19 +181,19 @@ class LocalStorage:
         return os.path.isdir(path)
 
     def location(self, path: str) -> str:
-        """The identity of a file or folder: machine, device and number."""
+        """Return the identity of a file or folder: machine, device and inode."""
         return _location_of(os.stat(path))
 
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path))
 
     def entries(self, path: str) -> dict[str, bool]:
-        """The names in a folder, and whether each is a folder."""
+        """Map the names in a folder to whether each is a folder."""
         with os.scandir(path) as entries:
             return {entry.name: entry.is_dir() for entry in entries}
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Each file in a folder, and its bytes, by one listing."""
+        """Map the files in a folder to their sizes in bytes, with one listing."""
         with os.scandir(path) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
@@ -199,7 +201,7 @@ class LocalStorage:
         return LocalFile(path)
 
     def make_folder(self, path: str) -> None:
-        """Make the folder and its missing parents; each survives a power cut."""
+        """Make the folder and its missing parents, durably."""
         faults.point("file.folder")
         missing = [path.rstrip("/") or "/"]
         while (above := os.path.dirname(missing[-1]) or ".") and not os.path.lexists(above):
@@ -207,7 +209,7 @@ class LocalStorage:
         for folder in reversed(missing):
             if not os.path.isdir(folder):
                 os.makedirs(folder, exist_ok=True)
-                with contextlib.suppress(PermissionError):  # a parent that may not be listed
+                with contextlib.suppress(PermissionError):  # this user may not list the parent
                     self.sync_folder(os.path.dirname(folder) or ".")
 
     def create(self, path: str) -> NewLocalFile:
@@ -218,7 +220,7 @@ class LocalStorage:
         os.rename(old, new)
 
     def copy(self, old: str, new: str) -> None:
-        """A copy of a file, by the kernel where it can."""
+        """Copy a file, in the kernel if possible."""
         faults.point("file.copy")
         shutil.copyfile(old, new)
 

@@ -1,4 +1,4 @@
-"""`anyrank.json`: the contents of a step of a run, including its own checksum."""
+"""`anyrank.json`: the contents of a step of a run, with its own checksum."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, rea
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
-VERSION = 1  # of the format, independent of the package's
+VERSION = 1  # of the format, independent of the package's version
 MAX_BYTES = 1 << 30
-SELF = ',\n "self": '  # begins the last line but one
+SELF = ',\n "self": '  # starts the last line but one
 STEP = re.compile(r"^step-(\d+)$")  # anchored: step-3.tmp-... and .aside-... are not steps
 
 
-# How an optimizer's step is computed, not what: a resumed run uses the script's current choice.
+# These change how an optimizer computes its step, not the result: a resume uses the script's
+# values.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -29,7 +30,7 @@ class RankFiles:
     """The files that one rank wrote.
 
     Attributes:
-        size: bytes of its data file, whose checksums lie beside it.
+        size: bytes of its data file, whose checksums are in a file next to it.
         index: record of its index.
     """
 
@@ -37,7 +38,7 @@ class RankFiles:
     index: FileRecord
 
     def sizes(self, rank: int) -> dict[str, int]:
-        """Name -> bytes of each, of the rank of this index."""
+        """Map the names of the files of a rank to their sizes."""
         data = data_name(rank)
         sums = sums_name(data)
         return {data: self.size, sums: sums_bytes(self.size), index_name(rank): self.index.size}
@@ -48,19 +49,19 @@ class Manifest:
     """A committed step.
 
     Attributes:
-        run: id of the run, the same over all its resumes.
+        run: id of the run, the same after every resume.
         step, epoch, samples: progress of the run, in optimizer steps, epochs and samples.
-        saved_on: ranks, and how the tensors were laid out on them.
+        saved_on: number of ranks, and how the tensors were laid out on them.
         lineage: one entry per resume: the step, the number of ranks, and the skipped parts.
         written: time of the commit, in ISO 8601.
         versions: versions of anyrank and torch.
         files: name -> record, for the files of the step as a whole.
         ranks: the files that each rank wrote, by its index.
-        parts: name -> the saved state of a part, apart from its tensors.
+        parts: name -> the saved state of a part, without its tensors.
         settings: part -> the script's own settings for it, before anything was restored.
-        differed: tensors that were not equal on all ranks; the first rank's were saved.
-        generators: the random generators: which ranks had the same state, and the states that all
-            ranks shared; see `SavedGenerators`.
+        differed: tensors that were not the same on every rank; the first rank's values were saved.
+        generators: the random generators: which ranks had the same state, and the states that were
+            the same on every rank; see `SavedGenerators`.
     """
 
     run: str
@@ -82,20 +83,20 @@ class Manifest:
     def identity(self) -> tuple[str, int, str]:
         """The run, the step and the time of the commit, by which copies of a step are recognized.
 
-        A run that went back to an earlier step may save a step of the same number again.
+        A run that returned to an earlier step may save a step of the same number again.
         """
         return self.run, self.step, self.written
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file of the step that is listed here, by name."""
+        """The size of every listed file of the step, by name."""
         sizes = {name: record.size for name, record in self.files.items()}
         for rank, files in enumerate(self.ranks):
             sizes |= files.sizes(rank)
         return sizes
 
     def to_bytes(self) -> bytes:
-        """The file's bytes; the last field is the xxh3-128 of all bytes before it."""
+        """Return the content of the file; its last field is the xxh3-128 of all bytes before it."""
         entries: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         entries |= {field.name: getattr(self, field.name) for field in fields(self)}
         entries["files"] = {name: asdict(record) for name, record in self.files.items()}
@@ -112,37 +113,40 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
     Raises:
         CorruptCheckpoint: the manifest is missing, is not JSON, lacks fields, was changed, or
-            belongs to another step than the folder's name says.
-        CheckpointError: it has another format version, or cannot be read.
+            belongs to a different step than the folder's name says.
+        CheckpointError: it has a different format version, or cannot be read.
     """
     manifest = parse(read_small(storage, folder, MANIFEST), join_path(folder, MANIFEST))
     name = folder.rstrip("/").rpartition("/")[2]
     if STEP.match(name) and name != step_name(manifest.step):
         raise CorruptCheckpoint(
-            f"{folder}: its manifest is that of step {manifest.step}: rename the folder to "
-            f"{step_name(manifest.step)}, or remove it if it is a copy"
+            f"{folder}: its manifest belongs to step {manifest.step}. Rename the folder to "
+            f"{step_name(manifest.step)}, or remove it if it is a copy."
         )
     return manifest
 
 
 def step_name(step: int) -> str:
-    """The name of a step's folder."""
+    """Return the name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def parse(data: bytes, path: str) -> Manifest:
-    """Parse a manifest from bytes, like `read_manifest`."""
+    """Parse a manifest from bytes; raise the errors of `read_manifest`."""
     text = data.rpartition(SELF.encode())[0]
     if data != text + _end(text):
-        raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
+        raise CorruptCheckpoint(
+            f"{path}: does not match its own checksum. The file is corrupt; restore it from a "
+            "copy, or use an older step."
+        )
     with reading_record(path):
         entries = json.loads(data)
         if entries["format"] != FORMAT:
             raise CorruptCheckpoint(f"{path}: its format is {entries['format']!r}, not {FORMAT!r}")
         if entries["version"] != VERSION:
             raise CheckpointError(
-                f"{path}: has format version {entries['version']!r}, this anyrank reads {VERSION}: "
-                "resume with the anyrank that wrote it, or a newer one"
+                f"{path}: has format version {entries['version']!r}, but this anyrank reads "
+                f"version {VERSION}. Resume with the anyrank that wrote it, or a newer one."
             )
         return _manifest(entries)
 
@@ -150,7 +154,7 @@ def parse(data: bytes, path: str) -> Manifest:
 def _manifest(entries: dict[str, Any]) -> Manifest:
     """Build the manifest from the entries of the JSON object that a save wrote.
 
-    Raises for a value of another kind, or a file name that would lead out of the folder.
+    Raises an error for a value of a wrong kind, or a file name that leads out of the folder.
     """
     values: dict[str, Any] = {
         field.name: entries[field.name] for field in fields(Manifest) if field.name in entries
@@ -163,33 +167,36 @@ def _manifest(entries: dict[str, Any]) -> Manifest:
     values["differed"] = [str(name) for name in entries["differed"]]
     saved_on = entries["saved_on"]
     values["saved_on"] = {"ranks": int(saved_on["ranks"]), "layout": str(saved_on["layout"])}
-    if not re.fullmatch("[0-9a-f]{1,64}", entries["run"]):  # it becomes part of folder names
-        raise ValueError(f"run: {entries['run'][:40]!r} is not an id of a run")
+    if not re.fullmatch("[0-9a-f]{1,64}", entries["run"]):  # it is used in folder names
+        raise ValueError(f"run: {entries['run'][:40]!r} is not a run id")
     files = {name: FileRecord(**record) for name, record in entries["files"].items()}
     for name in files:
         if name == ".." or "/" in name or "\\" in name:
-            raise ValueError(f"files: {name[:40]!r} lies outside of the step's folder")
+            raise ValueError(f"files: {name[:40]!r} is outside the step's folder")
     values["files"] = files
     values["ranks"] = [
         RankFiles(_size(size), FileRecord(_size(index_size), str(checksum)))
         for size, index_size, checksum in entries["ranks"]
     ]
     if not values["ranks"]:
-        raise ValueError("ranks: are none")
+        raise ValueError("ranks: is empty")
     if len(values["ranks"]) != values["saved_on"]["ranks"]:
-        raise ValueError(f"ranks: are {len(values['ranks'])}, and saved_on says otherwise")
+        raise ValueError(
+            f"ranks: has {len(values['ranks'])} entries, but saved_on says "
+            f"{values['saved_on']['ranks']}"
+        )
     return Manifest(**values)
 
 
 def _size(number: Any) -> int:
-    """A number of bytes; ValueError for anything else."""
+    """Return a number of bytes; raise ValueError for anything else."""
     if type(number) is not int or number < 0:
         raise ValueError(f"ranks: {number!r:.40} is not a number of bytes")
     return number
 
 
 def _value(name: str, value: Any) -> str:
-    """A field as JSON: in lines for people, but for lists with an entry for each rank."""
+    """Return a field as JSON: indented for people, except lists with an entry for each rank."""
     if name in ("ranks", "generators"):
         return json.dumps(value, separators=(",", ":"))
     return json.dumps(value, indent=1).replace("\n", "\n ")
@@ -201,24 +208,27 @@ def data_name(rank: int) -> str:
 
 
 def index_name(rank: int) -> str:
-    """The file that says what lies where in a rank's data file."""
+    """Return the name of the index of a rank's data file."""
     return f"__{rank}_0.json"
 
 
 def read_small(
     storage: Storage, folder: str, name: str, expected: FileRecord | None = None
 ) -> bytes:
-    """Read a small file of a step, whole, and compare it with its record if there is one.
+    """Read a small file of a step, and compare it with its record if it has one.
 
     Raises:
-        CorruptCheckpoint: the file is missing, or its bytes are not those that were written.
+        CorruptCheckpoint: the file is missing, or its bytes differ from the saved ones.
         CheckpointError: it cannot be read; chained to the storage's error.
     """
     path = join_path(folder, name)
     try:
         data = read_whole(storage, path, MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise CorruptCheckpoint(f"{path}: is missing, or no file: the step is damaged") from error
+        raise CorruptCheckpoint(
+            f"{path}: is missing or not a regular file. The step is corrupt; restore the file from "
+            "a copy, or use an older step."
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     except LoadError as error:  # it already names the path and the byte
@@ -227,14 +237,15 @@ def read_small(
         actual = digest_of(data)
         if (actual.size, actual.xxh3_64) != (expected.size, expected.xxh3_64):
             raise CorruptCheckpoint(
-                f"{path}: {actual.size} bytes with checksum {actual.xxh3_64}, the manifest says "
-                f"{expected.size} with {expected.xxh3_64}: the file is damaged"
+                f"{path}: has {actual.size} bytes with checksum {actual.xxh3_64}, but the manifest "
+                f"lists {expected.size} bytes with {expected.xxh3_64}. The file is corrupt; "
+                "restore it from a copy, or use an older step."
             )
     return data
 
 
 def _end(text: bytes) -> bytes:
-    """The end of a manifest, after its text: the digest and the closing brace."""
+    """Return the end of a manifest: the digest of its text, and the closing brace."""
     import xxhash  # only runs need it
 
     return f'{SELF}"{xxhash.xxh3_128_hexdigest(text)}"\n}}\n'.encode()

@@ -1,6 +1,6 @@
-"""Objects in any storage that fsspec knows (s3://, gs://, memory://, ...).
+"""Objects in any storage that fsspec supports (s3://, gs://, memory://, ...).
 
-Folders are prefixes, nothing is renamed in one step, and an object appears as a whole.
+Folders are prefixes, renames are not atomic, and an object appears as a whole.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from anyrank import faults
 from anyrank.files.listing import FileInfo
 
-PART_BYTES = 32 << 20  # sent in one request; S3 takes at most 10,000 parts of an object
+PART_BYTES = 32 << 20  # sent in one request; S3 accepts at most 10,000 parts per object
 SLICE_BYTES = 1 << 20  # a part may be larger by at most this
 
 
 @contextlib.contextmanager
 def asking(path: str) -> Generator[None]:
-    """Turn exceptions of a remote storage's library into an OSError, as local storage raises."""
+    """Turn exceptions of a remote storage's library into OSError, which local storage raises."""
     try:
         yield
     except OSError:
@@ -30,7 +30,7 @@ def asking(path: str) -> Generator[None]:
 
 
 class RemoteFile:
-    """An object read by ranges."""
+    """An object that is read by byte ranges."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self.filesystem = filesystem
@@ -41,7 +41,7 @@ class RemoteFile:
         return self.stat()
 
     def stat(self) -> FileInfo:
-        """The object as it is now."""
+        """Describe the object as it is now."""
         with asking(self.path):
             return _info_of(self.path, self.filesystem.info(self.path))
 
@@ -58,7 +58,7 @@ class RemoteFile:
         return len(data)
 
     def close(self) -> None:
-        """Do nothing: nothing is held open."""
+        """Do nothing, because no connection is kept open."""
 
 
 class NewRemoteFile:
@@ -87,7 +87,7 @@ class NewRemoteFile:
             self.file.close()
 
     def abandon(self) -> None:
-        # Closing would publish a part of the file as if it were whole. So would the garbage
+        # Closing would publish a part of the file as if it were complete. So would the garbage
         # collector, which closes open files.
         with contextlib.suppress(Exception):
             self.file.discard()
@@ -96,20 +96,20 @@ class NewRemoteFile:
 
 
 class RemoteStorage:
-    """A file system of fsspec. Its listings are never kept: another process may have written."""
+    """A file system of fsspec. Listings are not cached, because other processes may write."""
 
     renames = False
 
     def __init__(self, url: str) -> None:
-        from fsspec.core import url_to_fs  # heavy, and needed for remote sources only
+        from fsspec.core import url_to_fs  # slow to import, and needed only for remote sources
 
         try:
             self.filesystem: Any = url_to_fs(url, use_listings_cache=False)[0]
-        except ImportError as error:  # it names the package that knows the protocol
+        except ImportError as error:  # it names the package for the protocol
             raise ImportError(f"{url}: {error}") from error
 
     def find(self, path: str) -> FileInfo | None:
-        """An object, or None, but only if the storage says that there is none."""
+        """Describe an object; None only if the storage says that it does not exist."""
         try:
             with asking(path):
                 details = self.filesystem.info(path)
@@ -125,22 +125,22 @@ class RemoteStorage:
             return bool(self.filesystem.isdir(path))
 
     def location(self, path: str) -> str:
-        """Nothing: a URL names the same object wherever it is read."""
+        """Return "", because a URL names the same object on every machine."""
         return ""
 
     def names(self, path: str) -> list[str]:
-        """The names in a folder; none if it does not exist, because folders need not exist."""
+        """Return the names in a folder; [] if it does not exist, because folders need not exist."""
         try:
             return sorted(self.entries(path))
         except FileNotFoundError:
             return []
 
     def entries(self, path: str) -> dict[str, bool]:
-        """The names in a folder, and whether each is a folder, from one listing."""
+        """Map the names in a folder to whether each is a folder, with one listing."""
         return {name: entry["type"] == "directory" for name, entry in self._list(path)}
 
     def sizes(self, path: str) -> dict[str, int]:
-        """The objects in a folder, and the bytes of each, from one listing."""
+        """Map the objects in a folder to their sizes in bytes, with one listing."""
         return {name: int(e["size"]) for name, e in self._list(path) if e["type"] == "file"}
 
     def _list(self, path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -152,13 +152,13 @@ class RemoteStorage:
         return RemoteFile(self.filesystem, path)
 
     def make_folder(self, path: str) -> None:
-        """Do nothing: folders need not exist."""
+        """Do nothing, because folders need not exist."""
 
     def create(self, path: str) -> NewRemoteFile:
         return NewRemoteFile(self.filesystem, path)
 
     def rename(self, old: str, new: str) -> None:
-        """Copy, then delete, object by object: never where a kill in between would matter."""
+        """Copy, then delete, object by object; callers must tolerate a kill in between."""
         faults.point("file.rename")
         with asking(old):
             for name in self.names(old):
@@ -166,13 +166,13 @@ class RemoteStorage:
             self.filesystem.rm(old, recursive=True)
 
     def copy(self, old: str, new: str) -> None:
-        """A copy of an object, by the store itself."""
+        """Copy an object within the store."""
         faults.point("file.copy")
         with asking(old):
             self.filesystem.cp_file(old, new)
 
     def sync_folder(self, path: str) -> None:
-        """Do nothing: objects are durable once they appear."""
+        """Do nothing, because objects are durable once they appear."""
 
     def remove(self, path: str) -> None:
         faults.point("file.remove")
@@ -180,7 +180,7 @@ class RemoteStorage:
             self.filesystem.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
-        """Remove the objects under a prefix, if there are any."""
+        """Remove the objects under a prefix, if any exist."""
         faults.point("file.remove")
         with asking(path), contextlib.suppress(FileNotFoundError):
             self.filesystem.rm(path, recursive=True)

@@ -1,4 +1,4 @@
-"""Progress on the first rank: a bar when a person reads, a callback when a program does."""
+"""Progress on the first rank: a bar for people, a callback for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Progress:
 
     Args:
         total: the number of bytes to read.
-        report: called with (bytes done, bytes in all).
+        report: called with (bytes done, total bytes).
     """
 
     def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
@@ -34,7 +34,7 @@ class Progress:
 def progress_for(
     wanted: bool | Callable[[int, int], None] | None, first_rank: bool, total: int
 ) -> Generator[Progress, None, None]:
-    """The progress that the caller of a load requested; silent on other ranks."""
+    """Show the progress that the caller of a load requested; silent on other ranks."""
     if not first_rank or wanted is False or (wanted is None and not sys.stderr.isatty()):
         yield Progress(total, None)
     elif callable(wanted):
@@ -46,9 +46,9 @@ def progress_for(
 
 @contextmanager
 def progress_of_tool(doing: str, total: int) -> Generator[Progress, None, None]:
-    """The progress of a tool that works on files in one process, such as "verifying".
+    """Show the progress of a tool that works on files in one process, such as "verifying".
 
-    Shown on a terminal only, and only if the work takes long enough to make one wonder.
+    Shown only on a terminal, and only if the work takes long enough to make one wonder.
     """
     if total < LONG_BYTES or not sys.stderr.isatty():
         yield Progress(total, None)

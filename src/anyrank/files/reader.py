@@ -1,7 +1,7 @@
 """Reads stored bytes into tensors.
 
-Reads are sorted by offset, coalesced, and go straight to their destination if dtype and layout
-allow it; otherwise through a small fixed buffer in which the cast happens.
+Reads are sorted by offset and coalesced. They go straight to their destination if dtype and layout
+allow it, otherwise through a small fixed buffer in which the cast happens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from anyrank.tensors.box import Box
 from anyrank.tensors.spec import StoredTensor
 
 MAX_DIRECT_BYTES = 32 << 20  # per batch, so that a failure elsewhere is noticed in time
-MAX_REQUESTS = 16  # at a time, to a remote storage, which answers slowly
+MAX_REQUESTS = 16  # at a time, to a remote storage, which is slow to respond
 CPU_SLOT_BYTES = 2 << 20  # stays in the cache between reading and casting
-DEVICE_SLOTS = 3  # per thread: one is filled while the copies out of the others are under way
+DEVICE_SLOTS = 3  # per thread: one is filled while the others are copied to the device
 
 
 class Reader:
@@ -37,7 +37,7 @@ class Reader:
 
     Args:
         listing: the files and tensors of the sources.
-        buffer_bytes: limit of the staging memory of all threads.
+        buffer_bytes: limit of the staging memory of all threads, in bytes.
         threads: how many threads read.
         progress: called with the bytes of each batch.
         verify: whether to compare the bytes read with the checksums of their blocks.
@@ -78,8 +78,8 @@ class Reader:
         """Open the files, and check that each is unchanged since its header was read.
 
         Raises:
-            LoadError: a file is gone, may not be read, or has another size or time.
-            CorruptCheckpoint: the checksums of a file are damaged.
+            LoadError: a file is missing or cannot be read, or its size or time has changed.
+            CorruptCheckpoint: the checksums of a file are corrupt.
         """
         faults.point("load.open")
         for number in files:
@@ -101,23 +101,24 @@ class Reader:
                 continue
             if now.location != info.location:
                 raise LoadError(
-                    f"{info.path}: is another file here than where its header was read "
-                    f"({info.size} bytes there, {now.size} here, or other bytes): give all "
-                    "ranks the same file"
+                    f"{info.path}: differs from the file whose header was read on another rank "
+                    f"({now.size} bytes here, expected {info.size}; or the content differs). Make "
+                    "the same file visible on every rank."
                 )
             raise LoadError(
-                f"{info.path}: changed since its header was read ({info.size} bytes then, "
-                f"{now.size} now): something is writing to it; load again when it is done"
+                f"{info.path}: changed after its header was read ({info.size} bytes then, "
+                f"{now.size} now), so another process is writing it. Load again when it has "
+                "finished."
             )
 
     def check_unchanged(self) -> None:
         """Check that the open files are unchanged since they were opened.
 
-        Called after the last byte was read: a write to a file before then gives a mixture of
+        Called after the last byte was read, because an earlier write to a file gives a mixture of
         versions.
 
         Raises:
-            LoadError: a file has another size or time.
+            LoadError: the size or time of a file has changed.
         """
 
         def check(number: int) -> None:
@@ -132,7 +133,8 @@ class Reader:
             if (now.size, now.version) != (file.info.size, file.info.version):
                 raise LoadError(
                     f"{info.path}: changed while it was read ({file.info.size} bytes before, "
-                    f"{now.size} now): something is writing to it; load again when it is done"
+                    f"{now.size} now), so another process is writing it. Load again when it has "
+                    "finished."
                 )
 
         local = [n for n in self.opened if "://" not in self.listing.files[n].path]
@@ -142,17 +144,17 @@ class Reader:
             spread(remote, [check] * min(len(remote), MAX_REQUESTS))
 
     def run(self, jobs: Sequence[Job], first_file: int = 0) -> None:
-        """Fill every job's destination from open files, in file order, beginning with `first_file`.
+        """Fill every job's destination from open files, in file order, starting with `first_file`.
 
         Raises:
-            LoadError: a file ends early, changed, or the device reports an error.
+            LoadError: a file ends early or has changed, or the device reports an error.
             CorruptCheckpoint: bytes do not match their checksums.
         """
         streams = {
             device: torch.accelerator.current_stream(device)
             for device in {job.destination.device for job in jobs if not job.destination.is_cpu}
         }
-        # The caller's other streams may still use what is overwritten, or write what is read.
+        # Other streams of the caller may still use the destinations, or write the sources.
         for device in {*streams, *self._source_devices(jobs)}:
             synchronize(device)
         by_file: dict[int, list[Job]] = {}
@@ -171,7 +173,7 @@ class Reader:
         share = self.buffer_bytes // (threads * slots)
         if streams and share:  # torch rounds page-locked memory up to a power of two
             share = 1 << (share.bit_length() - 1)
-        # The longer a verified read, the fewer blocks are read twice at its ends.
+        # The longer a verified read is, the fewer blocks are read twice at its ends.
         is_long = bool(streams) or self.verify
         slot = max(ALIGN, share if is_long else min(share, CPU_SLOT_BYTES))
         batches = (
@@ -196,7 +198,9 @@ class Reader:
                     workers[0].take(batch)
             else:
                 spread(batches, [worker.take for worker in workers])
-        for stream in streams.values():  # every copy runs in one of them, even copies from memory
+        for (
+            stream
+        ) in streams.values():  # every copy runs in one of them, including copies from memory
             stream.synchronize()
 
     def read(self, stored: StoredTensor, box: Box | None = None) -> torch.Tensor:
@@ -212,7 +216,7 @@ class Reader:
         return memory
 
     def fetch(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Bytes of a tensor that lies row-major in one file, for tensors computed from it."""
+        """Read bytes of a tensor that lies row-major in one file, for tensors computed from it."""
         chunk = stored.chunks[0]
         info = self.listing.files[chunk.file]
         if info.tensor is not None:
@@ -224,7 +228,7 @@ class Reader:
         return data
 
     def _source_devices(self, jobs: Sequence[Job]) -> set[torch.device]:
-        """The devices, other than the host, of tensors in memory."""
+        """Return the devices, other than the CPU, of tensors in memory."""
         sources = [self.listing.files[job.read.chunk.file].tensor for job in jobs]
         return {source.device for source in sources if source is not None and not source.is_cpu}
 
@@ -239,7 +243,7 @@ class Reader:
         self.count(read.nbytes)
 
     def count(self, nbytes: int, computed: Computed | None = None) -> None:
-        """Count bytes as read, from any thread; computed tensors have counted their own reads."""
+        """Count bytes as read, from any thread; computed tensors count their own reads."""
         with self.lock:
             if computed is None:
                 self.bytes_read += nbytes
@@ -247,9 +251,10 @@ class Reader:
 
 
 def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
-    """Return whether a file is the one that was listed, or a copy of it in another place.
+    """Return whether a file is the one that was listed, or a copy of it on another machine.
 
-    Copies may have any time, and other files may have the same time, as in container images.
+    Copies may have any time, and different files may have the same time, such as in container
+    images.
     """
     if listed.fingerprint and now.location != listed.location:
         copy = replace(now, blocks=listed.blocks)
@@ -259,7 +264,7 @@ def _is_listed(now: FileInfo, listed: FileInfo) -> bool:
 
 @dataclass(slots=True)
 class _Slot:
-    """Staging memory, and the copies out of it that must be over before it is filled again."""
+    """Staging memory, and the copies out of it that must finish before it is filled again."""
 
     scratch: torch.Tensor
     memory: memoryview
@@ -269,8 +274,8 @@ class _Slot:
 class _Worker:
     """One thread's staging memory and its loop.
 
-    Copies go into the streams that were current for the caller, after its own work on the
-    destinations. A thread's own current device would be 0, and so the device of its events.
+    Copies are enqueued in the streams that were current for the caller, after its own work on the
+    destinations. A new thread's current device is 0, and so would be the device of its events.
     """
 
     def __init__(
@@ -279,11 +284,11 @@ class _Worker:
         self.reader = reader
         self.slot, self.slots = slot, slots
         self.streams = streams
-        self.ring = deque[_Slot]()  # the one that was filled first is the next
-        self.beyond = memoryview(b"")  # bytes beyond the segments at both ends of a verified read
+        self.ring = deque[_Slot]()  # the slot that was filled first is used next
+        self.beyond = memoryview(b"")  # takes bytes around the segments of a verified read
 
     def take(self, item: tuple[int, list[Segment]]) -> None:
-        """Read one batch of a file, and put its staged blocks into their destinations."""
+        """Read one batch of a file, and copy its staged blocks into their destinations."""
         number, batch = item
         faults.point("load.read")
         job = batch[0].mapped
@@ -322,7 +327,7 @@ class _Worker:
         if sums is None:
             read_exactly(file, views, low)
         else:
-            # Over the network, a second request would take too long.
+            # Over the network, a second request would be too slow.
             most = high - low if "://" in file.path else READ_BYTES
             read_verified(file, views, low, sums, most)
         self._unstage(staged, slot)
@@ -339,7 +344,7 @@ class _Worker:
         return True
 
     def _unstage(self, staged: Sequence[tuple[Segment, int]], slot: _Slot) -> None:
-        """Put staged bytes into their destinations; the slot is busy until all are there."""
+        """Copy staged bytes into their destinations; the slot is busy until all copies are done."""
         for segment, offset in staged:
             _unstage(segment, slot.scratch[offset:])
         for device in {
@@ -359,7 +364,8 @@ class _Worker:
         if not self.ring:
             for stream in self.streams.values():  # this thread then belongs to the worker
                 torch.accelerator.set_stream(stream)
-        if len(self.ring) < self.slots:  # page-locking takes as long as the first bytes' copies
+        # One slot after the other: page-locking takes as long as copying the first bytes.
+        if len(self.ring) < self.slots:
             pinned = bool(self.streams)
             scratch = torch.empty(self.slot, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self.ring.append(_Slot(scratch, memory_of(scratch), []))
@@ -388,8 +394,8 @@ def copy_into(
 ) -> None:
     """Copy with a cast, which runs on the destination's side, in the device's current stream.
 
-    A destination on the CPU has its values when the call returns, because the host may read it at
-    once; with `non_blocking=True` (and no cast) it has them when that stream is done.
+    A destination on the CPU has its values when the call returns, because the caller may read it at
+    once. With `non_blocking=True` (and no cast), it has them when that stream is done.
     """
     if non_blocking is None:
         non_blocking = not destination.is_cpu
@@ -401,7 +407,7 @@ def copy_into(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device. Returning to the current device creates no context there."""
+    """Wait for a device, without creating a context on the current device."""
     with torch.accelerator.device_index(device.index):
         torch.accelerator.synchronize(device)
 

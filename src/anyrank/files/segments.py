@@ -1,4 +1,4 @@
-"""A reader's work on one file: jobs as byte ranges, batched for one call each."""
+"""A reader's work on one file: jobs as byte ranges, batched for one read call each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from anyrank.tensors.reads import GAP_BYTES, Block, Read, blocks, cut_dense, pla
 from anyrank.tensors.spec import StoredTensor
 
 MAX_BUFFERS = 512  # per preadv; the kernel's limit is 1024
-ALIGN = 16  # for staged blocks, so that any dtype can view them
+ALIGN = 16  # alignment of staged blocks, so that any dtype can view them
 
 
 @dataclass(slots=True)
 class Job:
-    """A read and the memory it fills: a view with the sizes of the read's box, on any device."""
+    """A read and the memory to fill: a view with the sizes of the read's box, on any device."""
 
     read: Read
     destination: torch.Tensor
 
 
 def jobs_of(stored: StoredTensor, box: Box, memory: torch.Tensor) -> list[Job]:
-    """The jobs that fill `memory`, which has the box's sizes, with a box of a stored tensor."""
+    """Return the jobs that read a box of a stored tensor into `memory`, of the box's sizes."""
     if not box.numel:
         return []
     reads = plan_reads(stored, [Piece(box, (0,) * len(box.sizes))])
@@ -40,7 +40,7 @@ class Segment:
 
     Attributes:
         dtype, strides: dtype and strides of the elements in the staged bytes.
-        destination: where the elements go, in any layout and dtype.
+        destination: the view to copy the elements to, of any layout and dtype.
         mapped: the memory to fill, if the elements are copied out of a mapping of the file.
     """
 
@@ -56,15 +56,16 @@ class Segment:
 def segments_of(
     jobs: Sequence[Job], slot: int, most: int, *, by_block: bool = False, may_map: bool = False
 ) -> list[Segment]:
-    """The byte ranges of one file's jobs, sorted by offset.
+    """Return the byte ranges of one file's jobs, sorted by offset.
 
     Args:
         jobs: the jobs of the file.
-        slot: most bytes of a staged range.
-        most: most bytes of a range that goes straight to its destination, or is mapped.
-        by_block: whether to cut dense ranges where the blocks of checksums end.
-        may_map: whether elements with holes between them, such as columns of a matrix, may be
-            copied out of a mapping that leaves the holes out.
+        slot: maximum number of bytes of a staged range.
+        most: maximum number of bytes of a range that goes straight to its destination, or is
+            mapped.
+        by_block: whether to cut dense ranges at the ends of the checksums' blocks.
+        may_map: whether elements with gaps between them, such as columns of a matrix, may be copied
+            from a mapping of the file, without reading the gaps.
     """
     segments: list[Segment] = []
     for job in jobs:
@@ -76,7 +77,7 @@ def segments_of(
             destination = _part_of(job, block)
             if block.dense and _fits(destination, block.read):
                 memory = memory_of(destination)
-                if len(memory) <= most and not by_block:  # like most tensors of a model
+                if len(memory) <= most and not by_block:  # as most tensors of a model are
                     segments.append(Segment(block.start, block.stop, memory))
                     continue
                 for low, high in _ranges(block, most, 1, by_block):
@@ -89,7 +90,7 @@ def segments_of(
                     segments.append(Segment(low, high, None, dtype, (1,), part))
             else:
                 for small in cut_dense(block, slot) if block.dense else (block,):
-                    # A short range is read along with its holes, in one call with its neighbors.
+                    # A short range is read along with its gaps, in one call with its neighbors.
                     is_long = small.stop - small.start > min(GAP_BYTES, slot)
                     inner = Job(small.read, _part_of(job, small))
                     mapped = inner if maps and is_long and not block.dense else None
@@ -112,7 +113,7 @@ def _ranges(block: Block, most: int, size: int, by_block: bool) -> Iterator[tupl
 
 
 def batches_of(segments: Sequence[Segment], slot: int, most: int) -> Iterator[list[Segment]]:
-    """Segments for one call each: near in the file and staged in one slot, or a mapped one."""
+    """Group segments for one call each: near in the file and staged in one slot, or one mapped."""
     batch: list[Segment] = []
     staged = total = 0
     for segment in segments:
@@ -152,7 +153,7 @@ def _fits(destination: torch.Tensor, read: Read) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype, writable."""
+    """Return the bytes of a contiguous CPU tensor of any dtype, writable."""
     nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())

@@ -1,4 +1,4 @@
-"""Paths and URLs: which storage holds them, and operations on bytes that work for both."""
+"""Paths and URLs: the storage of each, and operations on bytes that work for both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class OpenFile(Protocol):
     path: str
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
-        """Fill the buffers in order from `offset`; return bytes read, fewer at the end."""
+        """Fill the buffers in order from `offset`; return the number of bytes read, fewer at the
+        end.
+        """
         ...
 
     def close(self) -> None:
@@ -35,17 +37,15 @@ class OpenFile(Protocol):
 
 
 def storage_for(path: str) -> Storage:
-    """The storage that a path or URL belongs to.
+    """Return the storage to which a path or URL belongs.
 
     Raises:
-        ValueError: a file:// URL, whose path must be given; a ~, which only a shell expands.
+        ValueError: a file:// URL; or a path with ~, which only a shell expands.
     """
     if path == "~" or path.startswith("~/"):
-        raise WrongValue(
-            f"{path}: ~ is expanded by a shell alone: give os.path.expanduser({path!r})"
-        )
+        raise WrongValue(f"{path}: only a shell expands '~'; pass os.path.expanduser({path!r})")
     if path.startswith("file://"):
-        raise WrongValue(f"{path}: give a local path without file://")
+        raise WrongValue(f"{path}: pass a local path without file://")
     if "://" not in path:
         return LocalStorage()
     from anyrank.files.object_store import RemoteStorage
@@ -67,7 +67,7 @@ class FileRecord:
 
 
 def digest_of(data: bytes | memoryview) -> FileRecord:
-    """The record of bytes in memory."""
+    """Return the size and the hash of bytes in memory."""
     import xxhash  # only files that are written or verified need it
 
     return FileRecord(len(data), xxhash.xxh3_64_hexdigest(data))
@@ -77,7 +77,7 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileRecord:
     """Write a small file, durably.
 
     Raises:
-        CheckpointError: the device refuses; a part of the file may remain.
+        CheckpointError: the device reports an error; a part of the file may remain.
     """
     with storing(path):
         file = storage.create(path)
@@ -91,13 +91,15 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileRecord:
 
 
 def storing(path: str) -> contextlib.AbstractContextManager[None]:
-    """Turn a device's refusal into an error that names the path and the way out."""
-    return _naming(path, "written", "free space or permissions there, then save again")
+    """Turn the device's errors in the block into one that names the path and the way out."""
+    return _naming(path, "written", "Free space there or fix its permissions, then save again.")
 
 
 def reading(path: str) -> contextlib.AbstractContextManager[None]:
-    """Turn a storage that does not answer into an error: it must not pass for an empty folder."""
-    return _naming(path, "read", "check the path, permissions and the network there")
+    """Turn the storage's errors in the block into a CheckpointError; no answer is not an empty
+    folder.
+    """
+    return _naming(path, "read", "Check the path, its permissions and the network.")
 
 
 @contextlib.contextmanager
@@ -106,11 +108,11 @@ def _naming(path: str, done: str, way_out: str) -> Generator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(f"{path}: cannot be {done}: {reason}: {way_out}") from error
+        raise CheckpointError(f"{path}: cannot be {done}: {reason}. {way_out}") from error
 
 
 def absolute(path: str) -> str:
-    """Make a local path absolute, so that it holds after a change of directory; keep a URL."""
+    """Make a local path absolute, so that it is valid after a change of directory; keep a URL."""
     return path if "://" in path else os.path.abspath(path)
 
 
@@ -120,22 +122,22 @@ def join_path(folder: str, name: str) -> str:
 
 
 def inside(folder: str, name: str) -> str:
-    """Join a folder and a name from its index; the name must stay inside the folder.
+    """Join a folder and a name from its index; check that the name stays inside the folder.
 
     Raises:
-        LoadError: the name is absolute or climbs out.
+        LoadError: the name is absolute or leads out of the folder.
     """
     parts = name.replace("\\", "/").split("/")
     if name.startswith(("/", "\\")) or ".." in parts or "://" in name:
-        raise LoadError(f"{folder}: its index names {name!r}, which lies outside the folder")
+        raise LoadError(f"{folder}: its index names {name!r}, which is outside the folder")
     return join_path(folder, name)
 
 
 def read_range(file: OpenFile, offset: int, length: int) -> bytes:
-    """Bytes [offset, offset + length) of a file.
+    """Read bytes [offset, offset + length) of a file.
 
     Raises:
-        LoadError: the file ends before that.
+        LoadError: the file ends earlier.
     """
     data = bytearray(length)
     read_exactly(file, [memoryview(data)], offset)
@@ -143,7 +145,7 @@ def read_range(file: OpenFile, offset: int, length: int) -> bytes:
 
 
 def read_whole(storage: Storage, path: str, most: int | None = None) -> bytes:
-    """All bytes of a file.
+    """Read all bytes of a file.
 
     Raises:
         LoadError: the file has more than `most` bytes, or ends early.
@@ -151,7 +153,7 @@ def read_whole(storage: Storage, path: str, most: int | None = None) -> bytes:
     with contextlib.closing(storage.open(path)) as file:
         size = file.info.size
         if most is not None and size > most:
-            raise LoadError(f"{path}: {size} bytes are too many for this file")
+            raise LoadError(f"{path}: {size} bytes are too many; expected at most {most}")
         return read_range(file, 0, size)
 
 
@@ -173,8 +175,8 @@ def read_exactly(file: OpenFile, buffers: list[memoryview], offset: int) -> None
         if got <= 0:
             missing = sum(len(buffer) for buffer in left)
             raise LoadError(
-                f"{file.path}: ends at byte {offset}, {missing} bytes too early: "
-                "the file is truncated or was changed while it was read; copy it again"
+                f"{file.path}: ends at byte {offset}, {missing} bytes too early. The file is "
+                "truncated or was changed while it was read; copy it again."
             )
         offset += got
         while left and got >= len(left[0]):
@@ -186,7 +188,9 @@ def read_exactly(file: OpenFile, buffers: list[memoryview], offset: int) -> None
 def split(
     parts: Iterable[bytes | memoryview], lengths: Iterable[int]
 ) -> Iterator[list[memoryview]]:
-    """Group consecutive parts, each group of as many bytes as its length says; cut long parts."""
+    """Group consecutive parts into groups of the given lengths in bytes; cut parts that are too
+    long.
+    """
     left, sizes = deque(memoryview(part) for part in parts if len(part)), iter(lengths)
     while left:
         group, room = list[memoryview](), next(sizes)

@@ -1,4 +1,4 @@
-"""Work for a few threads of this process: disks and hashes do not hold Python's lock."""
+"""Work for a few threads of this process: I/O and hashes release the GIL."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ END: Any = object()
 
 
 def spread(items: Iterable[T], workers: Sequence[Callable[[T], object]]) -> None:
-    """Give each item to one of the workers, each of which runs in its own thread.
+    """Process each item with one of the workers; each worker runs in its own thread.
 
     Raises:
-        BaseException: raised by a worker or by the items; no further item is begun.
+        BaseException: raised by a worker or by the items; no further item is started.
     """
     left, lock, stop = iter(items), threading.Lock(), threading.Event()
 

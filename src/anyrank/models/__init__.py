@@ -1,5 +1,5 @@
 """One rank's model: its tensors, and the parts of a source that fill them.
 
-Every wing that knows a model enters it: `loading`, `live`, `runs`, `tools`, `watching`. It may
+The wings that handle models import this one: `loading`, `live`, `runs`, `tools`, `watching`. It may
 import `sources`, `world`, `files` and `tensors`.
 """

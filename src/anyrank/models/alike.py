@@ -1,4 +1,4 @@
-"""Checks that ranks have the same tensors, and equal values where several hold the same part."""
+"""Checks that ranks have the same tensors, and that replicas have the same values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from anyrank.world.alike import (
 from anyrank.world.ranks import Ranks
 
 Inventory: TypeAlias = "dict[str, Compared]"
-"""What a rank says of its tensors, which all ranks have in one order, and of their meshes."""
+"""Digests of a rank's tensors, which every rank has in the same order, and of their meshes."""
 
 TENSORS, MESHES = "tensors", "meshes"
-MODULUS = 1 << 128  # of digests as numbers
+MODULUS = 1 << 128  # for sums of digests
 
 
 def inventory_of(tensors: Sequence[ShardedTensor], ranks: Ranks) -> Inventory:
-    """An inventory, for `join_digests` to merge; in a process alone without digests."""
+    """Return an inventory, for `join_digests` to merge; empty for a process alone."""
     if ranks.size == 1:
         return {}
     return {
@@ -42,17 +42,17 @@ def check_alike(
     ranks: Ranks,
     error: type[AnyrankError],
 ) -> None:
-    """Refuse ranks that have other tensors, or have them in another order. All ranks.
+    """Check that the ranks have the same tensors in the same order. Collective.
 
     Args:
         title: title of the error: "the ranks' models differ".
         tensors: tensors of this rank.
         inventory: inventory of all ranks, merged by `join_digests`.
         ranks: ranks that compare.
-        error: its class.
+        error: class of the error.
 
     Raises:
-        AnyrankError: of class `error`: the first difference.
+        AnyrankError: of class `error`; it names the first difference.
     """
     if ranks.size == 1 or inventory[TENSORS].digest:
         return
@@ -60,20 +60,20 @@ def check_alike(
     wrong = differing(lines, {TENSORS: inventory[TENSORS]}, ranks, limit=1)
     by_text = next(iter(wrong[TENSORS].values()))
     (text, first), (other_text, other), *_ = by_text.items()
-    lacks = "no further tensor"
+    lacks = "no other tensor"
     raise error(
-        f"{title}: rank {first.ranks[0]} has {text or lacks}, rank {other.ranks[0]} has "
-        f"{other_text or lacks}: build the same model on all ranks"
+        f"{title}: rank {first.ranks[0]} has {text or lacks}, but rank {other.ranks[0]} has "
+        f"{other_text or lacks}. Build the same model on every rank."
     )
 
 
 def find_coordinates(
     tensors: Sequence[ShardedTensor], inventory: Inventory, ranks: Ranks
 ) -> Mapping[int, Coordinates]:
-    """The coordinates of every rank in the tensors' meshes, by global rank. All ranks.
+    """Return the coordinates of every rank in the tensors' meshes, by global rank. Collective.
 
     Args:
-        tensors: tensors of this rank; `check_alike` has found them alike.
+        tensors: tensors of this rank, for which `check_alike` has passed.
         inventory: inventory of all ranks, merged.
         ranks: ranks of the call.
     """
@@ -86,12 +86,13 @@ def differing_replicas(
     ranks: Ranks,
     digest_all: Callable[[Iterable[ShardedTensor]], Iterable[str]],
 ) -> dict[str, RanksByText]:
-    """Compare what several ranks hold alike. All ranks.
+    """Compare the values of which several ranks hold the same part. Collective.
 
     Args:
-        shared: tensors with the ranks that hold the same part; those of other ranks are left out.
+        shared: tensors with the ranks that hold the same part; those that this rank does not hold
+            may be missing.
         ranks: the ranks that compare.
-        digest_all: gives a text for this rank's part of each, the same on all ranks.
+        digest_all: returns a text for this rank's part of each; the same values give the same text.
 
     Returns:
         Name of each tensor that differs -> the digests, and the ranks that hold each.
@@ -99,12 +100,12 @@ def differing_replicas(
 
     def digest_own() -> tuple[dict[str, dict[str, str]], int]:
         own_pairs = [(tensor, members) for tensor, members in shared if ranks.rank in members]
-        # Of all ranks, because some may lack what others hold.
+        # For all ranks, because some may lack tensors that others hold.
         by_members: dict[Members, dict[str, str]] = {ranks.ranks: {}}
         digests = digest_all(tensor for tensor, _ in own_pairs)
         for (tensor, members), text in zip(own_pairs, digests, strict=True):
             own_lines = by_members.setdefault(members, {})
-            # Two keys of an optimizer's state may give one name.
+            # Two keys of an optimizer's state may have the same name.
             own_lines[tensor.name] = own_lines.get(tensor.name, "") + text
         balance, lines = 0, dict[str, dict[str, str]]()
         for members, texts in by_members.items():
@@ -113,8 +114,8 @@ def differing_replicas(
             balance += number * ((len(members) - 1) if ranks.rank == members[0] else -1)
         return lines, balance % MODULUS
 
-    # One number, however many groups of ranks there are that hold the same: it is 0 where in each
-    # of them all have the digest of the first.
+    # One number for any number of groups of ranks: it is 0 if in each group all ranks have the
+    # digest of the first.
     lines, balance = ranks.run_and_reduce(
         "comparing the replicas", digest_own, lambda some, others: (some + others) % MODULUS
     )
@@ -123,6 +124,6 @@ def differing_replicas(
     compared = ranks.reduce("comparing the replicas", digests_of(lines, ranks.rank), join_digests)
     wrong: dict[str, RanksByText] = {}
     for by_name in differing(lines, compared, ranks).values():
-        for name, by_text in by_name.items():  # of several parts of one tensor
+        for name, by_text in by_name.items():  # several parts of one tensor
             wrong.setdefault(name, {}).update(by_text)
     return wrong

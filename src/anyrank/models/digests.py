@@ -1,4 +1,4 @@
-"""Digests of tensors in memory, and a check of the memory before it is read."""
+"""Digests of tensors in memory, and a check that the memory can be read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from anyrank.tensors.sharded_tensor import is_released
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Hash the present values of each tensor, in row-major order, whatever its strides.
+    """Hash the current values of each tensor in row-major order, whatever its strides are.
 
     Args:
         tensors: the tensors with their names, on any device.
 
     Raises:
-        CheckpointError: a tensor's memory was released.
+        CheckpointError: the storage of a tensor was freed.
     """
     digests: list[str] = []
     for name, tensor in tensors:
@@ -28,13 +28,13 @@ def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def check_has_memory(name: str, tensor: torch.Tensor) -> None:
-    """Check a tensor's memory before reading, because reading released memory ends the process.
+    """Check that a tensor's memory can be read; to read freed memory ends the process.
 
     Raises:
-        CheckpointError: the tensor's storage does not hold its elements.
+        CheckpointError: the tensor's storage was freed.
     """
     if is_released(tensor):
         raise CheckpointError(
-            f"{name}: its memory was released (untyped_storage().resize_), and there is nothing "
-            "to save: release it after the save; with background=True, after wait()"
+            f"{name}: its storage was freed with untyped_storage().resize_(0), so it has no values "
+            "to save. Free it after the save or, with background=True, after wait()."
         )

@@ -1,6 +1,6 @@
-"""The mark of a part of a model that is not trained: `anyrank.freeze` leaves it on the module.
+"""The record that `anyrank.freeze` stores on a module that is not trained.
 
-Every wing reads the mark. `models/dialects/frozen` explains its meaning.
+Every wing reads the record; `models/dialects/frozen` acts on it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class FrozenInfo:
     """The record of a frozen part.
 
     Attributes:
-        source: path or paths that hold its weights, as for `load`; None if the parent's checkpoints
-            hold them.
+        source: path or paths with its weights, as for `load`; None if the parent's checkpoints have
+            them.
         tensors: name -> dtype, shape and xxh3-128 of its bytes, for parameters and persistent
-            buffers; None while some are on meta or sharded.
+            buffers; None as long as some are on meta or sharded.
         versions: name -> identity and version of the tensor that was hashed.
     """
 
@@ -36,7 +36,7 @@ class FrozenInfo:
 
     @property
     def digest(self) -> str | None:
-        """One hash of all names, dtypes, shapes and bytes; None if `tensors` is."""
+        """Return one hash of all names, dtypes, shapes and bytes; None if `tensors` is None."""
         import xxhash  # only verification needs it
 
         if self.tensors is None:
@@ -45,16 +45,16 @@ class FrozenInfo:
 
 
 def frozen_info(module: nn.Module) -> FrozenInfo | None:
-    """The record of a part; None unless `freeze` was called on this very module."""
+    """Return the record of a part; None unless `freeze` was called on exactly this module."""
     return module.__dict__.get(FROZEN)
 
 
 def frozen_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and module of every frozen part, including nested ones and the model itself."""
+    """Return the names and modules of all frozen parts, including nested ones and the model."""
     return [(name, part) for name, part in walk(model) if frozen_info(part)]
 
 
 def frozen_sources(model: nn.Module) -> list[FrozenSource]:
-    """The sources of the frozen parts of a model, each once."""
+    """Return the sources of the frozen parts of a model, each once."""
     infos: list[FrozenInfo] = [part.__dict__[FROZEN] for _, part in frozen_parts(model)]
     return list(dict.fromkeys(info.source for info in infos if info.source is not None))

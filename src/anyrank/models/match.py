@@ -1,4 +1,4 @@
-"""Matches a model with a listing: which bytes fill which tensor, and every problem with that."""
+"""Matches a model with a listing: which bytes fill which tensor, and all problems."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def match_model(
     tensors: list[ModelTensor] | None = None,
     parts: Mapping[FrozenSource, Listing] | None = None,
 ) -> ModelMatch:
-    """Match a model with a listing. This rank alone.
+    """Match a model with a listing. Does not communicate.
 
     Args:
         model: the model to fill.
-        listing: the source's contents. A live one is another model's: nothing is skipped as another
-            part of a checkpoint, frozen parts need no source, and no code of the modules is run.
+        listing: the contents of the source. If it is live (another model), nothing is skipped as a
+            different part of a checkpoint, frozen parts need no source, and no code of the modules
+            is run.
         options: the caller's options.
         tensors: the model's tensors, if they are known.
-        parts: contents of the sources of its frozen parts; not needed if `listing` is live.
+        parts: contents of the sources of the model's frozen parts; not needed if `listing` is live.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
@@ -70,14 +71,14 @@ def match_model(
 
 
 class _Names(NamedTuple):
-    """A source under the model's names, and the key of each tensor.
+    """A source with the model's names, and the key of each tensor.
 
     Attributes:
-        listing: the source, with weights in place of libraries' stored forms.
-        rename: from its keys to the model's names.
+        listing: the source, with weights in place of the stored forms of libraries.
+        rename: maps its keys to the model's names.
         positions: positions of the tensors that need a key.
-        matched: their keys, by index in `positions`.
-        idle: entries of `rename=` that match no key, in words.
+        matched: the keys of these tensors, by index in `positions`.
+        idle: notes about entries of `rename=` that match no key.
     """
 
     listing: Listing
@@ -90,7 +91,7 @@ class _Names(NamedTuple):
 def _weights_among(
     tensors: Sequence[ModelTensor], listing: Listing, options: LoadOptions
 ) -> Listing:
-    """The weights of a source. A live source is one model's tensors, without other tables."""
+    """Return the weights of a source; a live source has only the tensors of a model."""
     if listing.format == LIVE:
         return listing
     names = [tensors[i].all_names() for i in _loadable(tensors)]
@@ -99,12 +100,12 @@ def _weights_among(
 
 
 def _loadable(tensors: Sequence[ModelTensor]) -> list[int]:
-    """Positions of the tensors that a source must hold: all but buffers outside `state_dict`."""
+    """Return the positions of the tensors in `state_dict()`, which a source must hold."""
     return [i for i, tensor in enumerate(tensors) if tensor.kind != "derived"]
 
 
 def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _Names:
-    """Give each tensor of a model its key.
+    """Find the key of each tensor of a model.
 
     Args:
         case: the case, with the weights of the source.
@@ -115,10 +116,11 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
         LoadError: as for `idle_renames` and the dialects.
     """
     listing, rename = case.source, case.rename
-    # Numbers become weights before names are compared, because a conversion fuses whole weights.
+    # Quantized numbers become weights before names are compared, because a conversion fuses
+    # weights.
     for dialect in dialects:
         listing = dialect.values(listing)
-    # Entries of `rename=` are judged by the source's own keys, which a conversion replaces.
+    # Entries of `rename=` are compared with the source's own keys, which a conversion replaces.
     idle = idle_renames(case.options.rename, source, case.source, listing.tensors)
     for dialect in dialects:
         listing, rename = dialect.names(listing, rename)
@@ -139,10 +141,11 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
     duplicates = matched.duplicates
     match = ModelMatch(case.tensors, listing, stored, duplicates=duplicates, idle=names.idle)
     match = _with_twins(match, {positions[i]: key for i, key in matched.keys.items()})
-    # A frozen part takes what the keys left open from its own source, and compares the rest.
+    # A frozen part takes tensors without a key from its own source, and compares the others.
     for dialect in dialects:
         match = dialect.complete(match)
-    # AveragedModel counts its steps beside the weights; a key that `rename=` empties is left out.
+    # AveragedModel stores its step count next to the weights; a key that `rename=` empties is
+    # dropped.
     ignored = [
         key
         for key in matched.unexpected
@@ -151,28 +154,28 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
         or name in ("", AVERAGED)
         or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
     ]
-    # A run holds tensors as they were in the model, which no code has changed on the way.
+    # A run has the tensors as they were in the model, unchanged by code of its modules.
     is_raw = case.is_live or listing.format == FORMAT
     own_code = OwnCode() if is_raw else OwnCode(case.modules, match.listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
-    # A live source holds a tied tensor under each of its names; one of them is enough.
+    # A live source has a tied tensor under each of its names, of which one is enough.
     if case.is_live:
         of_no_use |= _tied_to(match.wanted, match.listing)
     unexpected = [key for key in matched.unexpected if key not in of_no_use]
     match = replace(match, unexpected=unexpected, ignored=ignored, own_code=own_code)
     twins = {twin for twin, first in match.twins.items() if first in match.stored}
     empty = {positions[n] for n in matched.missing}.difference(match.stored, match.compared, twins)
-    # A live source need not hold a part that is never written to.
+    # A live source need not have a part that is never written to.
     missing = [i for i in sorted(empty) if not (case.is_live and case.tensors[i].is_pinned)]
     return _with_missing(match, missing, case.options)
 
 
 def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
-    """The match in which one of several tensors that have the same memory is filled, and what the
-    source holds for the others is compared with it.
+    """Return the match in which only one of several tensors with the same memory is filled; the
+    values that the source has for the others are compared with it.
 
     Args:
-        match: of which `tensors`, `listing`, `stored` and `duplicates` are known.
+        match: a match whose `tensors`, `listing`, `stored` and `duplicates` are known.
         keys: keys of the tensors that have one.
     """
     twins = twins_of(match.tensors)
@@ -183,7 +186,7 @@ def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
     for index, (first, is_turned) in twins.items():
         own_stored = stored.get(index)
         if own_stored is None or own_stored.shape != match.tensors[index].shape:
-            continue  # the first one's bytes are enough; a misfit is named as one
+            continue  # the bytes of the first one are enough; a mismatch is reported as such
         del stored[index]
         own_stored = own_stored.transposed() if is_turned else own_stored
         if first not in stored:
@@ -205,26 +208,26 @@ def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
 def _problems(
     case: Case, dialects: Sequence[Dialect], match: ModelMatch, absent: list[int]
 ) -> list[str]:
-    """Return everything that is wrong with a match, each with its way out."""
-    # What the source has, and how, comes before what it therefore lacks, whose ways out would give
-    # weights up. Adapters are judged when it is known what fills their base.
+    """Return all problems of a match, each with its way out."""
+    # Problems with tensors in the source come before missing ones, whose ways out would give up
+    # weights. Adapters are checked when it is known what fills their base.
     problems = [line for dialect in dialects for line in dialect.problems(match)]
     problems += _unread(match.listing, case.tensors, absent, case.rename)
     problems += _misfits(match, absent, case.options)
     problems += parametrized(case.tensors[i] for i in match.initialize)
     problems += shared_on_meta(case.tensors)
-    # The rules of modules run only for a match that is right otherwise.
+    # Initialization rules run only if the match has no other problem.
     return problems or without_rule(case.model, match)
 
 
 def _with_missing(
     match: ModelMatch, missing: list[int], options: LoadOptions
 ) -> tuple[ModelMatch, list[int]]:
-    """The match, with what becomes of tensors that have no bytes; and those that should have."""
+    """Return the match with the outcome of tensors without bytes, and those that need bytes."""
     tensors = match.tensors
     is_adapter = _is_of_adapter_alone(match)
-    # A base checkpoint holds no adapters, so they are not missing; on meta they need first values.
-    # Nor does an adapter's own file hold the base, which stays as it is.
+    # A base checkpoint has no adapters, so they are not missing; on meta they need initial values.
+    # The file of an adapter does not have the base, which stays as it is.
     needs_no_key = {
         i for i in missing if tensors[i].adapter or (is_adapter and not tensors[i].is_meta)
     }
@@ -237,9 +240,9 @@ def _with_missing(
 
 
 def _is_of_adapter_alone(match: ModelMatch) -> bool:
-    """Return whether a source is only an adapter's, so that the base stays as it is: a folder with
-    PEFT's configuration, or keys as PEFT saves them, without the adapter's name. PEFT adds the
-    base's embeddings to it if they are adapted.
+    """Return whether a source is only an adapter, so that the base stays as it is: a folder with
+    PEFT's configuration, or keys as PEFT saves them, without the adapter's name. PEFT also saves
+    the base's embeddings if they are adapted.
     """
     tensors, stored = match.tensors, match.stored
     added = {
@@ -255,13 +258,13 @@ def _is_of_adapter_alone(match: ModelMatch) -> bool:
 
 
 def warn_of_idle(match: ModelMatch) -> None:
-    """Warn of entries of `rename=` that match no key."""
+    """Warn about entries of `rename=` that match no key."""
     if match.idle:
         log.warning("%s", "; ".join(first_few(match.idle, SHOWN)))
 
 
 def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[str]:
-    """The other names of the tensors that are used, in a live source."""
+    """Return the other names, in a live source, of the tensors that are used."""
     used = {chunk.file for _, stored in wanted for chunk in stored.chunks}
     return {
         key
@@ -273,18 +276,18 @@ def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[st
 def _unread(
     listing: Listing, targets: list[ModelTensor], absent: list[int], rename: Callable[[str], str]
 ) -> list[str]:
-    """Report missing tensors for which the source has something that is not read.
+    """Report missing tensors for which the source has a value that is not read.
 
-    Otherwise first values would replace weights that exist.
+    Otherwise initial values would replace weights that exist.
     """
     names = {name for index in absent for name in targets[index].flat_names()}
-    # A list or dict may hold what is wanted below its name.
+    # A list or dict may hold a missing tensor below its name.
     wanted = {name[:end] for name in names for end in (*_dots(name), len(name))}
     notes = (note.partition(": ") for note in listing.skipped)
     unread = {key: what for key, _, what in notes if what == NOT_A_TENSOR} | listing.unreadable
     return [
-        f"{key}: is {what}, which is not read, and missing= is for tensors that a source lacks: "
-        f"give a tensor, or leave it out by rename={ {key: ''}!r}"
+        f"{key}: is {what}, which anyrank does not read; missing= does not apply to it. Store it "
+        f"as a tensor, or drop it with rename={ {key: ''}!r}"
         for key, what in unread.items()
         if not wanted.isdisjoint(candidates(rename(key)))
     ]
@@ -295,9 +298,9 @@ def _dots(name: str) -> list[int]:
 
 
 def _misfits(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
-    """Return everything that is wrong with names, shapes and dtypes, with the ways out."""
+    """Return all problems with names, shapes and dtypes, with the ways out."""
     tensors = match.tensors
-    # A fresh tensor may be missing, because it keeps its value; one on meta has none.
+    # A fresh tensor may be missing, because it keeps its value; but a meta tensor has no value.
     unfilled = [
         tensors[i] for i in absent if tensors[i].is_meta or not options.is_fresh(tensors[i].name)
     ]

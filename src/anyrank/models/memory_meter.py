@@ -1,4 +1,4 @@
-"""Measures the memory of a load or a block: unreclaimable host memory, and device memory."""
+"""Measures the memory of a load or a block: anonymous CPU memory, and device memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PEAK_SAMPLE_SEC = 0.002
 
 
 def rss_anon() -> int:
-    """Bytes of anonymous memory of this process (RssAnon); 0 if /proc does not show it.
+    """Return this process's anonymous memory (RssAnon) in bytes; 0 if /proc does not show it.
 
-    Not ru_maxrss and not RSS: both count the page cache that a mapping happens to touch.
+    ru_maxrss and RSS would also count pages of the page cache that a mapping touches.
     """
     try:
         with open("/proc/self/status", encoding="ascii") as file:
@@ -28,7 +28,7 @@ def rss_anon() -> int:
 
 
 class Meter:
-    """Peaks above the start, sampled whenever `sample` is called."""
+    """Peaks above the memory at the start, sampled whenever `sample` is called."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -40,7 +40,7 @@ class Meter:
         self.last = 0.0
 
     def watch(self, devices: Iterable[torch.device]) -> None:
-        """Measure the memory of these devices from now on; the CPU and meta do not count."""
+        """Also measure the memory of these devices from now on; the CPU and meta are ignored."""
         self.devices = {device for device in devices if device.type not in ("cpu", "meta")}
         self.device_start = self.device_peak = _device_bytes(self.devices)
 
@@ -53,24 +53,25 @@ class Meter:
             self.device_peak = max(self.device_peak, _device_bytes(self.devices))
 
     def peaks(self) -> tuple[int, int]:
-        """Highest host and device bytes above the start."""
+        """Return the highest CPU and device memory above the start, in bytes."""
         self.last = 0.0
         self.sample()
         return self.host_peak - self.host_start, self.device_peak - self.device_start
 
     def seconds(self) -> float:
-        """Seconds since the meter was made."""
+        """The seconds since the meter was made."""
         return time.perf_counter() - self.start
 
 
 class PeakMemory:
     """The peak of RssAnon in a block, above its value at the start, sampled every 2 ms by a thread.
 
-    A peak shorter than a sample, or inside a native call that holds the GIL, is missed. Pages that
-    malloc kept from an earlier use do not count again: run the subject in a fresh rank.
+    A peak that is shorter than the sampling interval, or inside a native call that holds the GIL,
+    is missed. Pages that malloc kept from earlier use do not count again, so run the measured code
+    in a new rank.
 
     Attributes:
-        peak_bytes: the highest rise so far; final after exit.
+        peak_bytes: the highest increase so far; final after exit.
         seconds: duration of the block, after exit.
     """
 
@@ -102,5 +103,5 @@ class PeakMemory:
 
 
 def _device_bytes(devices: Iterable[torch.device]) -> int:
-    """Bytes of tensors on accelerators; 0 if this process has allocated nothing yet."""
+    """Return the memory of tensors on accelerators in bytes; 0 if nothing was allocated yet."""
     return sum(torch.accelerator.memory_allocated(device) for device in devices)

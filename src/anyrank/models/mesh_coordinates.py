@@ -1,7 +1,8 @@
-"""Where every rank is in the mesh of each tensor: what other ranks hold follows from it.
+"""The coordinates of every rank in the mesh of each tensor, which tell what other ranks hold.
 
-A DTensor's mesh knows it of all its ranks, so nothing goes around. A mesh of some of the ranks,
-as FSDP2's beside tensor parallelism, is a slice of one of all of them, which torch knows too.
+A DTensor's mesh has the coordinates of all its ranks, so nothing is sent. A mesh of some of the
+ranks, such as FSDP2's with tensor parallelism, is a slice of a mesh of all of them, which torch
+knows too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from anyrank.world.alike import digest_of
 from anyrank.world.ranks import Ranks
 
 Coordinate: TypeAlias = "tuple[int, ...] | None"
-UNKNOWN = "unknown"  # a digest where this rank does not know where the others are
+UNKNOWN = "unknown"  # the digest if this rank does not know the coordinates of the others
 
 ByRank: TypeAlias = "tuple[Coordinate, ...]"  # in the order of the ranks
 
 
 def digest_meshes(tensors: Sequence[ShardedTensor], ranks: Ranks) -> str:
-    """Equal if ranks know the same places of all of them; UNKNOWN if this rank does not."""
+    """Return a digest of the coordinates that this rank knows; UNKNOWN if it does not know them
+    all.
+    """
     known = _by_mesh(tensors, ranks)
     return UNKNOWN if known is None else digest_of(known)
 
@@ -28,17 +31,17 @@ def digest_meshes(tensors: Sequence[ShardedTensor], ranks: Ranks) -> str:
 def coordinates_of_all(
     tensors: Sequence[ShardedTensor], ranks: Ranks, *, are_alike: bool
 ) -> Mapping[int, Coordinates]:
-    """The coordinates of every rank, by global rank. All ranks.
+    """Return the coordinates of every rank, by global rank. Collective.
 
     Args:
         tensors: tensors of this rank.
         ranks: ranks of the call.
-        are_alike: whether all have the same `digest_meshes`.
+        are_alike: whether all ranks have the same `digest_meshes`.
     """
     known = _by_mesh(tensors, ranks) if are_alike else None
     if known is None:
-        # Layouts that a rank was told of itself alone, as by layout=, and meshes that are no part
-        # of one of all ranks: who holds what is known to nobody else.
+        # With layout=, or meshes that are not a slice of a mesh of all ranks, each rank knows only
+        # its own coordinates.
         gathered = ranks.gather("comparing the meshes", coordinates_of(tensors))
         return dict(zip(ranks.ranks, gathered, strict=True))
     meshes, which = known
@@ -51,8 +54,8 @@ def coordinates_of_all(
 def _by_mesh(
     tensors: Sequence[ShardedTensor], ranks: Ranks
 ) -> tuple[tuple[ByRank, ...], tuple[int, ...]] | None:
-    """The coordinates of all ranks in each of the tensors' meshes, and which mesh each tensor has;
-    None where this rank does not know them.
+    """Return the coordinates of all ranks in each mesh of the tensors, and which mesh each tensor
+    has; None for coordinates that this rank does not know.
     """
     nowhere: ByRank = (None,) * ranks.size
     by_id: dict[int, ByRank | None] = {}
@@ -72,7 +75,7 @@ def _by_mesh(
 
 
 def _in_mesh(mesh: Any, ranks: Ranks) -> ByRank | None:
-    """The coordinates of all ranks in a mesh, or in those like it of other ranks."""
+    """Return the coordinates of all ranks in a mesh, or in the corresponding other meshes."""
     root = (
         mesh if mesh.mesh.numel() == ranks.size else getattr(mesh, "_get_root_mesh", lambda: mesh)()
     )
@@ -91,7 +94,7 @@ def _in_mesh(mesh: Any, ranks: Ranks) -> ByRank | None:
 
 
 def _spots(mesh: Any) -> dict[int, tuple[int, ...]]:
-    """The coordinate of each rank of a mesh."""
+    """Return the coordinate of each rank of a mesh."""
     ranks = mesh.mesh.flatten().tolist()
     indices = (mesh.mesh >= 0).nonzero().tolist()
     return {rank: tuple(index) for rank, index in zip(ranks, indices, strict=True)}

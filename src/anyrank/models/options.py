@@ -1,4 +1,4 @@
-"""The options of `load` and `plan`: checked by each rank, and compared between the ranks."""
+"""The options of `load` and `plan`; each rank checks them, and the ranks compare them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from anyrank.world.ranks import Ranks
 
 T = TypeVar("T")
 
-STRATEGIES = ("auto", "own", "stripe", "scatter")  # who reads which bytes
+STRATEGIES = ("auto", "own", "stripe", "scatter")  # which rank reads which bytes
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "missing": ("error", "init", "keep"),
     "unexpected": ("error", "ignore"),
     "cast": ("float", "any"),
     "strategy": STRATEGIES,
 }
-WAYS_OUT = {  # follows "to go on" in an error
-    "missing": "rename=..., or missing='keep' for the model's values, or 'init' for new ones",
-    "unexpected": "rename=..., or unexpected='ignore'",
+WAYS_OUT = {  # text after "Fix: " in an error
+    "missing": "map the names with rename=..., or pass missing='keep' to keep the model's values, "
+    "or missing='init' to initialize them",
+    "unexpected": "map the names with rename=..., or pass unexpected='ignore'",
 }
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options that the caller of `load`, `plan` or `sync` gave; documented there.
+    """The options of a call of `load`, `plan` or `sync`; see their documentation.
 
     Attributes:
-        is_fresh: names of tensors that the source need not have, in addition to `missing`.
-        ways_out: text after "to go on" in an error, for missing and unexpected tensors.
+        is_fresh: returns whether the source need not have a tensor, by name, in addition to
+            `missing`.
+        ways_out: text after "Fix: " in an error, for missing and unexpected tensors.
     """
 
     missing: str = "error"
@@ -56,12 +58,12 @@ class LoadOptions:
     ways_out: Mapping[str, str] = field(default_factory=lambda: WAYS_OUT)
 
     def check(self) -> None:
-        """Refuse options that are wrong in themselves.
+        """Check the options.
 
         Raises:
-            ValueError: an unknown choice, a regex that does not compile, a number that is not
+            ValueError: an unknown choice, a regex that does not compile, or a number that is not
                 positive.
-            TypeError: an option of another type.
+            TypeError: an option has a wrong type.
         """
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -75,13 +77,14 @@ class LoadOptions:
             check_function("progress", self.progress, "True, False, None or a function")
 
     def check_call(self, model: object, source: object) -> None:
-        """Refuse a model, a source or options that are wrong in themselves.
+        """Check a model, a source and the options.
 
         Raises:
-            ValueError, TypeError: as for `check`; not a module; neither a source nor None.
+            ValueError, TypeError: as for `check`; the model is not a module; or the source is
+                neither a source nor None.
         """
         check_model(model)
-        # A rank that has no source gives None or {}, and gets its bytes from others.
+        # A rank without a source passes None or {}, and gets its bytes from other ranks.
         is_receiver = source is None or (isinstance(source, Mapping) and not source)
         if not is_receiver:
             check_source(source)
@@ -96,20 +99,21 @@ class LoadOptions:
         tell: Callable[[], T],
         merge: Callable[[T, T], T],
     ) -> T:
-        """Check a call's arguments, and compare them over the ranks. All ranks.
+        """Check a call's arguments, and compare them between the ranks. Collective.
 
-        `buffer_bytes` and `progress` may differ between ranks: the smallest buffer counts, and the
-        first rank's progress.
+        `buffer_bytes` and `progress` may differ between ranks; the smallest buffer and the first
+        rank's progress are used.
 
         Returns:
-            What `tell` gave on each rank, merged.
+            The results of `tell` on all ranks, merged.
 
         Raises:
-            ValueError, TypeError: an argument that is wrong in itself; on all ranks.
-            LoadError: arguments that differ between ranks; on all ranks.
+            ValueError, TypeError: an argument is wrong; raised on every rank.
+            LoadError: arguments differ between ranks; raised on every rank.
         """
         names = (*CHOICES, "rename", "verify")
-        # Layouts may differ, because each rank names its own parts: all give one, or none does.
+        # Layouts may differ, because each rank names its own parts; but all ranks pass one, or none
+        # does.
         return compare_and_reduce(
             ranks,
             call,

@@ -1,4 +1,4 @@
-"""Finds tensors that overlap in memory: one tensor in two objects is fine, others are not."""
+"""Finds tensors that overlap in memory, which is an error unless two objects are one tensor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from anyrank.tensors.wrapped import values_of
 
 
 class Twin(NamedTuple):
-    """The tensor that another one is, in a second object.
+    """The earlier tensor that has the same memory as a tensor.
 
     Attributes:
-        first: its position among the model's tensors.
-        is_turned: whether the other is its transposed view.
+        first: position of the earlier one among the model's tensors.
+        is_turned: whether the tensor is a transposed view of the earlier one.
     """
 
     first: int
@@ -30,11 +30,12 @@ class Twin(NamedTuple):
 
 
 def twins_of(tensors: Sequence[ModelTensor]) -> dict[int, Twin]:
-    """Tensors that have all of the memory of an earlier one: what load and sync, and PEFT's merge,
-    ask whether two objects are one tensor. Those in one object are joined by `tensors_of`.
+    """Find the tensors that have all of the memory of an earlier one. load, sync and PEFT's merge
+    ask this to know whether two objects are one tensor. `tensors_of` has already joined the entries
+    of one object.
 
     Returns:
-        Position -> the earlier one.
+        Position -> the earlier tensor.
     """
     known: dict[tuple[object, ...], int] = {}
     twins: dict[int, Twin] = {}
@@ -58,12 +59,12 @@ def twins_of(tensors: Sequence[ModelTensor]) -> dict[int, Twin]:
 
 @dataclass(frozen=True, slots=True)
 class SourceMemory:
-    """A tensor from which others are filled.
+    """A source tensor in memory from which others are filled.
 
     Attributes:
         tensor: the tensor as this rank holds it.
         memory: memory of its elements on this rank.
-        strides: strides of a chunk that is the whole tensor in order.
+        strides: strides of a chunk that contains the whole tensor in order.
     """
 
     tensor: ShardedTensor
@@ -77,20 +78,19 @@ def check_overlaps(
     filled: Mapping[int, torch.Tensor],
     sources: Mapping[int, SourceMemory],
 ) -> None:
-    """Refuse two tensors that share memory but not all of it: one would overwrite the other.
+    """Check that no two tensors share only part of their memory: one would overwrite the other.
 
     The same elements in the same order are one tensor in two objects.
 
     Args:
         tensors: the tensors of the model.
-        stored: tensor -> what fills it.
-        filled: memory of the real tensors that are filled, by position; {} if all are filled
-            separately, and put in place when everything has been read.
-        sources: this rank's tensors from which others are filled, by the number that `Chunk.file`
-            counts.
+        stored: tensor -> the bytes that fill it.
+        filled: memory of the real tensors that are filled, by position; {} if all are filled in new
+            memory, and put in place when everything has been read.
+        sources: this rank's tensors from which others are filled, by the index in `Chunk.file`.
 
     Raises:
-        LoadError: names the two tensors.
+        LoadError: two tensors overlap; the error names them.
     """
     memory = [*filled.values(), *(source.memory for source in sources.values())]
     # Sources are only read.
@@ -99,7 +99,7 @@ def check_overlaps(
 
 
 def _touching(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs, in the given order, of which neither ends before the other starts in memory."""
+    """Yield the pairs, in the given order, whose ranges in memory overlap."""
     by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
@@ -122,7 +122,7 @@ def _check_pairs(
     filled: Mapping[int, torch.Tensor],
     sources: Mapping[int, SourceMemory],
 ) -> None:
-    """Refuse pairs that are not the same elements in the same order.
+    """Check that pairs consist of the same elements in the same order.
 
     Args:
         pairs: positions in `filled`, followed by `sources`, of touching tensors; the lower one
@@ -139,17 +139,16 @@ def _check_pairs(
             other, other_memory = targets[second]
             if not _is_same_memory(target_memory, other_memory):
                 raise LoadError(
-                    f"{tensors[index].name} and {tensors[other].name} share a part of their "
-                    "memory, or lie between each other's elements, and are filled one after the "
-                    "other: leave out one of them, or give it memory of its own (.clone())"
+                    f"{tensors[index].name} and {tensors[other].name} overlap in memory, so "
+                    "loading one would overwrite the other. Leave out one of them, or .clone() it."
                 )
         else:
             number, source = givers[second - len(targets)]
             if not _is_itself(tensors[index], target_memory, stored[index], number, source):
                 raise LoadError(
                     f"{tensors[index].name}: shares memory with {source.tensor.name} of the "
-                    "source, and the load would overwrite that before it reads it: give one of "
-                    "them memory of its own (copy.deepcopy, .clone())"
+                    "source, so the load would overwrite the source before it reads it. Copy one "
+                    "of them (copy.deepcopy, .clone())."
                 )
 
 
@@ -160,7 +159,7 @@ def _is_itself(
     number: int,
     source: SourceMemory,
 ) -> bool:
-    """Return whether a tensor is filled by all of one source in order, both in one memory."""
+    """Return whether a tensor is filled from one whole source tensor in the same memory."""
     first, *others = stored.chunks
     giver = source.tensor
     return (
@@ -185,7 +184,7 @@ def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
-    """Name tensors on meta that overlap in one storage: real ones would share that memory.
+    """Return the error texts for meta tensors that share memory, which real ones would not do.
 
     Parts of one storage that do not overlap are separate tensors.
     """
@@ -200,9 +199,9 @@ def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
         for lower, upper in pairwise(sharers):
             if _first(upper.tensor) <= _last(lower.tensor):
                 problems.append(
-                    f"{lower.name} and {upper.name} share memory, which tensors on meta have not: "
-                    "tie the parameters themselves (head.weight = embed.weight), or build the "
-                    "model without anyrank.meta()"
+                    f"{lower.name} and {upper.name} share memory, which meta tensors cannot do. "
+                    "Tie the parameters themselves (head.weight = embed.weight), or build the "
+                    "model without anyrank.meta()."
                 )
     return problems
 
@@ -212,6 +211,6 @@ def _first(tensor: torch.Tensor) -> int:
 
 
 def _last(tensor: torch.Tensor) -> int:
-    """The last element of its storage that belongs to a tensor."""
+    """Return the index of the last element in its storage that belongs to a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return _first(tensor) + sum((size - 1) * stride for size, stride in steps)

@@ -1,9 +1,9 @@
-"""Code of modules that `load_state_dict` or `state_dict` would run: hooks, overrides, extra state.
+"""Code of modules that `load_state_dict` or `state_dict` runs: hooks, overrides, extra state.
 
-`load` moves bytes and does not go through `load_state_dict`. Modules whose code might have changed
-values on the way are named in the report and at WARNING; extra state is handed to its module. Code
-of torch itself, which only renames and counts versions, is not needed, and transformers' own loader
-does not run its modules' code either.
+`load` moves bytes, and does not call `load_state_dict`. Modules whose code might have changed
+values are named in the report and at WARNING; extra state is passed to its module. Code of torch
+itself, which only renames keys and counts versions, is not needed. The loader of transformers does
+not run code of its modules either.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from anyrank.world.ranks import Ranks
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-NOT_RUN = "has load_state_dict code of its own, which was not run"
+NOT_RUN = "overrides load_state_dict, and this code was not run"
 OF_LIBRARIES = ("torch.", "transformers.", "anyrank.")
 
 
 @dataclass(frozen=True)
 class OwnCodeRun:
-    """The outcome for the modules' own code.
+    """The outcome for extra state and code of modules.
 
     Attributes:
-        ran: extra state that was handed over.
+        ran: extra state that was passed to its module.
         not_run: modules whose code `load_state_dict` would have run, and extra state that was not
-            handed over -> why.
+            passed -> why.
     """
 
     ran: list[str] = field(default_factory=list[str])
@@ -47,12 +47,12 @@ class OwnCodeRun:
 
 
 class OwnCode:
-    """The modules of a model that have such code, and the extra state that a source holds for them.
+    """The modules of a model with load_state_dict code, and the extra state in a source.
 
     Args:
         modules: the modules of a model.
         listing: the source; None for a source without extra state.
-        rename: from its keys to the model's names.
+        rename: maps its keys to the model's names.
 
     Attributes:
         modules: the modules with code for `load_state_dict`, by name.
@@ -74,7 +74,7 @@ class OwnCode:
         }
 
         def named(keys: Iterable[str]) -> dict[str, str]:
-            """Name -> key, for the keys that are handed to a module."""
+            """Map name to key, for keys of extra state that a module receives."""
             names = {name: key for key in keys for name in candidates(rename(key))}
             return {name: names[name] for name in self.takers if name in names}
 
@@ -86,7 +86,7 @@ class OwnCode:
         self.tensor_keys = set(keys.values())
 
     def read_extras(self, listing: Listing, ranks: Ranks, reader: int) -> None:
-        """Read the extra state that is a tensor, on the rank `reader` for all. All ranks."""
+        """Read the extra state that is a tensor, on rank `reader` for all ranks. Collective."""
         if not self.tensors:
             return
 
@@ -97,7 +97,7 @@ class OwnCode:
         self.extras |= ranks.run_on_one("reading extra state", read, reader)
 
     def hand_over(self, filled: Sequence[ModelTensor]) -> OwnCodeRun:
-        """Give modules their extra state, and name modules with code above filled tensors.
+        """Pass extra state to its modules; note modules with code that are above filled tensors.
 
         Raises:
             LoadError: a module's `set_extra_state` fails.
@@ -109,29 +109,29 @@ class OwnCode:
         )
         for name, module in self.takers.items():
             if name not in self.extras:
-                done.not_run[name] = "is not in the source, and the module keeps its own"
+                done.not_run[name] = "is not in the source, so the module keeps its own"
                 continue
             extra = self.extras[name]
             if extra is None:
-                done.not_run[name] = "is not plain data, and was not restored"
+                done.not_run[name] = "is not plain data, so it was not restored"
                 continue
             try:
                 module.set_extra_state(extra[0])
             except Exception as error:
-                raise LoadError(f"{name}: set_extra_state fails: {error}") from error
+                raise LoadError(f"{name}: set_extra_state failed: {error}") from error
             done.ran.append(name)
         return done
 
 
 def _takes_extra_state(owner: NamedModule) -> bool:
-    """Return whether `load_state_dict` gives extra state to a module's class."""
+    """Return whether `load_state_dict` passes extra state to a module."""
     return type(owner.module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _loads_by_own_code(owner: NamedModule) -> bool:
     """Return whether `load_state_dict` would run the user's code for a module."""
     methods = ["_load_from_state_dict"]
-    if not owner.name:  # torch does not call it for inner modules
+    if not owner.name:  # torch does not call it for submodules
         methods.append("load_state_dict")
     return _has_own_code(owner.module, methods, LOAD_HOOKS)
 
@@ -142,7 +142,7 @@ def save_by_own_code(modules: Sequence[NamedModule]) -> bool:
 
 
 def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> bool:
-    """Return whether one of these methods, or a hook in one of these dicts, is the user's."""
+    """Return whether one of these methods, or a hook in one of these dicts, is not from torch."""
     classes = plain_class(module).__mro__
     entries = [next(kind for kind in classes if name in vars(kind)) for name in methods]
     entries += [hook for name in hooks for hook in vars(module)[name].values()]
@@ -150,10 +150,10 @@ def _has_own_code(module: nn.Module, methods: Iterable[str], hooks: Iterable[str
 
 
 def added_to_state_dict(module: nn.Module) -> list[str]:
-    """Keys that its modules' own code adds to `state_dict()`, and that are not its tensors.
+    """Return the keys that code of modules adds to `state_dict()` in addition to tensors.
 
-    Extra state does not count, nor values that belong to a tensor and are named below it, such as
-    the scales of a quantized weight.
+    Extra state does not count, and neither do values that belong to a tensor and are named below
+    it, such as the scales of a quantized weight.
     """
     modules = find_modules(module)
     if not save_by_own_code(modules):
@@ -169,7 +169,7 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
 
 
 def changed_in_state_dict(module: nn.Module) -> list[str]:
-    """Names of tensors that its modules' own code replaces in `state_dict()`."""
+    """Return the names of tensors that code of modules replaces in `state_dict()`."""
     modules = find_modules(module)
     if not save_by_own_code(modules):
         return []
@@ -188,7 +188,7 @@ def _is_same(target: ModelTensor, value: Any) -> bool:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Name of extra state -> its value, for the modules of a model that have some."""
+    """Map the names of extra state in a model to the values."""
     return {
         _extra_name(owner): owner.module.get_extra_state()
         for owner in find_modules(model)
@@ -197,10 +197,10 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _extra_name(owner: NamedModule) -> str:
-    """The key of a module's extra state."""
+    """Return the key of a module's extra state."""
     return f"{owner.name}.{EXTRA_STATE}" if owner.name else EXTRA_STATE
 
 
 def _is_extra(key: str) -> bool:
-    """Return whether a key is that of extra state."""
+    """Return whether a key is for extra state."""
     return key.rpartition(".")[2] == EXTRA_STATE

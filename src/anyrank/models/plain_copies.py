@@ -1,4 +1,4 @@
-"""Copies of a model as its author wrote it, for running its own methods on other values."""
+"""Copies of a model in its author's classes, to run its own methods on different values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from anyrank.models.wrappers import plain_class
 
 
 def plain_copy(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> Any:
-    """Copy the module tree, not frozen, in the user's own classes; everything else is shared.
+    """Copy the module tree, unfrozen and in the user's own classes; everything else is shared.
 
     Args:
-        module: it is not changed.
-        copies: receives the copy of each module, by the module's id.
+        module: the module, which is not changed.
+        copies: receives the copy of each module, by the id of the module.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:

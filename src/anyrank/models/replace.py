@@ -1,9 +1,9 @@
-"""New memory in place of meta tensors. The tensor objects stay the same if torch can keep them.
+"""Replaces meta tensors by real ones; the tensor objects stay the same if torch can keep them.
 
-Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` puts the
-memory into them. It refuses a tensor that something else refers to, weakly or in a graph.
-References of the owning module (`nn.RNNBase` keeps weak ones, the legacy `weight_norm` a graph) are
-undone for the swap; with any other the module gets a new object, as with torch's `assign=True`.
+Optimizers, wrappers and hooks hold the Parameter objects, so `torch.utils.swap_tensors` gives these
+the memory. It rejects a tensor to which something else refers, weakly or in a graph. References of
+the owning module (`nn.RNNBase` has weak ones, the legacy `weight_norm` a graph) are removed for the
+swap. If other references exist, the module gets a new object, as with torch's `assign=True`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from anyrank.models.dtensors import dtensor_like
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.wrapped import is_wrapper, rewrapped
 
-# Properties, so that they stay with the object while its memory is swapped.
+# Attributes to keep: they belong to the object, and not to the memory that is swapped.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Replacement:
-    """One meta tensor and its replacement; creating it changes nothing.
+    """One meta tensor and its replacement; the constructor changes nothing.
 
     Attributes:
-        target: its `tensor` is the one in the model, before and after.
-        same: whether the tensor object is still the one that the model was built with.
+        target: its `tensor` is always the one in the model, also after the replacement.
+        same: whether the tensor object is still the one with which the model was built.
     """
 
     def __init__(self, target: ModelTensor, local: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class Replacement:
         self.other = _like(target, local)
 
     def toggle(self) -> None:
-        """Exchange the tensor with the other one; a second call undoes it."""
+        """Swap the tensor with its replacement; a second call undoes it."""
         old, new = self.target.tensor, self.other
         listed = _weak_entries(self.target)
         for entries, n in listed:
@@ -53,7 +53,7 @@ class Replacement:
         for name in HOOKS:
             hooks = getattr(old, name)
             if hooks:
-                setattr(self.target.tensor, name, hooks)  # attaches them to the memory, too
+                setattr(self.target.tensor, name, hooks)  # also attaches them to the memory
 
     def _assign(self, new: Any) -> None:
         self.same = not self.same
@@ -63,7 +63,7 @@ class Replacement:
 
 
 def replace(replacements: Sequence[Replacement]) -> list[str]:
-    """Put all of them in place, or none.
+    """Put all replacements in place, or none.
 
     Returns:
         Names of the tensors that are new objects.
@@ -74,7 +74,7 @@ def replace(replacements: Sequence[Replacement]) -> list[str]:
             done.append(replacement)
             replacement.toggle()
     except BaseException:
-        for replacement in done[:-1]:  # the meta tensors are back
+        for replacement in done[:-1]:  # the last one has undone itself
             replacement.toggle()
         raise
     return [replacement.target.name for replacement in done if not replacement.same]
@@ -92,16 +92,16 @@ def _like(target: ModelTensor, local: torch.Tensor) -> Any:
             new = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         elif is_wrapper(old):
             new = nn.Parameter(rewrapped(old, new), requires_grad=False)
-        elif type(old) is not torch.Tensor:  # a Parameter, or a subclass of the user's
+        elif type(old) is not torch.Tensor:  # a Parameter, or the user's subclass
             new = new.as_subclass(type(old))
         new.requires_grad_(old.requires_grad)
-    inner = vars(new) if is_wrapper(new) else {}  # a wrapper keeps its new memory there
+    inner = vars(new) if is_wrapper(new) else {}  # a wrapper holds its new memory in its attributes
     new.__dict__.update(vars(old) | inner)
     return new
 
 
 def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
-    """Entries of the owning modules' lists that refer to the tensor weakly."""
+    """Find the entries in lists of the owning modules that refer to the tensor weakly."""
     if not weakref.getweakrefs(target.tensor):
         return []
     return [
@@ -115,7 +115,7 @@ def _weak_entries(target: ModelTensor) -> list[tuple[list[Any], int]]:
 
 
 def _cut_graphs(target: ModelTensor) -> None:
-    """Drop the graph of a value that a module computed from its parameters while on meta.
+    """Drop the graph of a value that a module computed from its parameters while they were on meta.
 
     A hook computes the value again before the module runs.
     """

@@ -1,4 +1,4 @@
-"""A rank's share of a model while it is filled: its memory, and how it is put in place."""
+"""A rank's share of a model while it is filled: its memory, and how it gets into the model."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 
 class ModelShare:
-    """The part of a model that one rank fills. This rank alone: no method waits for others.
+    """The part of a model that one rank fills. Its methods do not communicate.
 
     Args:
-        model, match, meter: those of the call.
+        model, match, meter: the model, match and meter of the call.
         seed: the first rank's torch seed.
         init: as for `Initializer`.
-        device: where plain tensors on meta go. Default: to the device of the model's real
-            parameters, else to the rank's own device.
+        device: the device for plain meta tensors. Default: the device of the model's real
+            parameters, else the rank's device.
 
     Attributes:
-        allocated: memory of tensors on meta, and of tensors that keep their values until the end.
+        allocated: new memory for meta tensors, and for tensors that keep their values until the
+            end.
         rules: initialized tensor -> its rule.
     """
 
@@ -56,14 +57,14 @@ class ModelShare:
         meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
         self.model, self.seed, self.init = model, seed, init
         self.allocated: dict[int, torch.Tensor] = {}
-        self._real: dict[int, torch.Tensor] = {}  # cached: finding a DTensor's takes 5 us
+        self._real: dict[int, torch.Tensor] = {}  # cached, because to_local of a DTensor takes 5 us
         self.rules: dict[str, str] = {}
-        self.has_moved = False  # plain tensors have moved from meta to the device
+        self.has_moved = False  # whether plain tensors have moved from meta to the device
 
     def allocate(self, copied: Collection[int] = ()) -> None:
         """Allocate memory for the meta tensors to fill, and for the real tensors in `copied`.
 
-        The latter keep their values until `commit`.
+        The real tensors keep their values until `commit`.
         """
         for index in (*self.match.stored, *self.match.initialize):
             target = self.match.tensors[index]
@@ -77,7 +78,7 @@ class ModelShare:
         return allocate(target, device_for(target, self.device))
 
     def local(self, index: int) -> torch.Tensor:
-        """The memory to fill: the tensor's own, if it is real and nothing else was allocated."""
+        """Return the memory to fill: the tensor's own, if it is real and no other was allocated."""
         memory = self.allocated.get(index)
         memory = self._real.get(index) if memory is None else memory
         if memory is None:
@@ -85,7 +86,7 @@ class ModelShare:
         return memory
 
     def real(self) -> dict[int, torch.Tensor]:
-        """The memory of the real tensors that the source fills, by position; before `allocate`."""
+        """Return the memory of real tensors that the source fills, by position. Call it first."""
         tensors = self.match.tensors
         return {i: self.local(i) for i in self.match.stored if not tensors[i].is_meta}
 
@@ -93,7 +94,7 @@ class ModelShare:
         """Fill the tensors that need a rule.
 
         Raises:
-            LoadError: some tensors have no rule; names each of them.
+            LoadError: some tensors have no rule; the error names each of them.
         """
         if self.match.initialize:
             wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialize]
@@ -101,7 +102,7 @@ class ModelShare:
 
     @cached_property
     def initializer(self) -> Initializer:
-        """The source of first values; most loads need none."""
+        """The initializer, which most loads do not need."""
         return Initializer(self.model, self.seed, self.init)
 
     def filled(self) -> list[ModelTensor]:
@@ -109,10 +110,10 @@ class ModelShare:
         return [self.match.tensors[index] for index in self.match.stored]
 
     def commit(self, replacements: Iterable[Replacement] = ()) -> list[str]:
-        """Give the model its new values: all tensors on meta, or none.
+        """Put the new values into the model: replace all meta tensors, or none.
 
         Args:
-            replacements: replacements of further tensors.
+            replacements: replacements of additional tensors.
 
         Returns:
             Names of the tensors that are new objects.
@@ -123,7 +124,7 @@ class ModelShare:
             if not tensors[index].is_meta:
                 self._real[index].copy_(values)
         renewed = replace([*replacements, *new])
-        # Only now, because it hashes the values that the model holds.
+        # Only now, because it hashes the values in the model.
         self._remember_frozen()
         self.move_buffers()
         return renewed
@@ -137,7 +138,7 @@ class ModelShare:
                 remember(part)
 
     def move_buffers(self) -> None:
-        """Move real CPU buffers of a plain model to the device that its parameters got."""
+        """Move real CPU buffers of a plain model to the device of its new parameters."""
         if not self.has_moved or self.device.type == "cpu":
             return
         for target in self.match.tensors:
@@ -147,14 +148,14 @@ class ModelShare:
                     setattr(entry.module, entry.attribute, moved)
 
 
-# -- where memory goes, and how much is staged for it ----------------------------------------------
+# -- devices of the memory, and staging memory ----------------------------------------------
 
 
 def device_for(target: ModelTensor, default: torch.device) -> torch.device:
-    """The device of a real tensor, or the future device of a meta tensor.
+    """Return the device of a real tensor, or the future device of a meta tensor.
 
     Raises:
-        LoadError: the tensor's FSDP2 unit computes on another device than this rank's.
+        LoadError: the tensor's FSDP2 unit computes on a different device than this rank's.
     """
     if not target.is_meta:
         return (target.local() if target.is_dtensor else target.tensor).device
@@ -168,37 +169,37 @@ def device_for(target: ModelTensor, default: torch.device) -> torch.device:
     own_device = rank_device()
     for device in {getattr(group, "device", own_device) for group in groups} - {own_device}:
         raise LoadError(
-            f"{target.name}: its FSDP2 unit computes on {device}, which was the current device in "
-            f"fully_shard, and this rank's is {own_device}: call torch.accelerator.set_device_index"
-            f"({own_device.index}) before fully_shard"
+            f"{target.name}: fully_shard was called while {device} was the current device, but "
+            f"this rank's device is {own_device}. Call torch.accelerator.set_device_index"
+            f"({own_device.index}) before fully_shard."
         )
     return own_device
 
 
 def default_device(targets: list[ModelTensor]) -> torch.device:
-    """The device for plain meta tensors: that of the model's real parameters, else the rank's."""
+    """Return the device for plain meta tensors: the real parameters' device, else the rank's."""
     real = (t for t in targets if t.kind == "parameter" and not t.is_meta and t.local_numel)
     first = next(real, None)
     return rank_device() if first is None else first.local().device
 
 
 def default_buffer(targets: list[ModelTensor]) -> int:
-    """Bytes of staging memory to fill targets with, from the settings."""
+    """Return the size of the staging memory for these targets, from the settings."""
     default = default_device(targets)
     return buffer_for(device_for(target, default) for target in targets)
 
 
 def buffer_for(devices: Iterable[torch.device]) -> int:
-    """Bytes of staging memory, from the settings: more, and pinned, if a device is filled."""
+    """Return the size of the staging memory, from the settings; more if a device is filled."""
     on_cpu = all(device.type == "cpu" for device in devices)
     return (BUFFER_BYTES if on_cpu else CUDA_BUFFER_BYTES).get()
 
 
 def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
-    """The parameter groups of the FSDP2 unit that owns a module.
+    """Return the parameter groups of the FSDP2 unit that owns a module.
 
-    FSDP2 has no public name for its policy and its device. If the private ones are missing, the
-    unit's real parameters show them, and a meta model without any goes to the device.
+    FSDP2 has no public names for its policy and its device. If the private ones are missing, the
+    unit's real parameters show them, and a model that is all on meta goes to the device.
     """
     unit: Any = next((m for m in reversed(path) if is_fsdp2(m)), None)
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
@@ -209,14 +210,14 @@ def _groups(path: tuple[nn.Module, ...]) -> list[Any]:
 
 
 def room_for(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    """The memory of this rank's share of a target: its own, or new memory if it is on meta."""
+    """Return memory for this rank's share of a target: its own, or new memory if it is on meta."""
     return allocate(target, device_for(target, device)) if target.is_meta else target.local()
 
 
 def allocate(target: ModelTensor, device: torch.device) -> torch.Tensor:
-    """Allocate uninitialized memory of this rank's share; every element must be written.
+    """Allocate uninitialized memory of this rank's share; every element must then be written.
 
-    A plain tensor has its strides on meta already, for example channels_last.
+    A plain tensor keeps the strides that it has on meta, for example channels_last.
     """
     if target.layout is None and not target.tensor.is_contiguous():
         return torch.empty_like(target.tensor.detach(), device=device)

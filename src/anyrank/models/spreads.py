@@ -1,4 +1,4 @@
-"""How tensors lie on all ranks, for who plans what each of them does."""
+"""How tensors are laid out on all ranks, for plans of the work of each rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from anyrank.world.ranks import Ranks
 def spreads_of(
     tensors: Sequence[ShardedTensor], coordinates: Mapping[int, Coordinates]
 ) -> list[Spread]:
-    """How each tensor lies on the ranks; one object for tensors that lie alike.
+    """Return the spread of each tensor; tensors with the same spread share one object.
 
     Args:
-        tensors: as any rank lists them.
+        tensors: the tensors of any rank.
         coordinates: coordinates of every rank.
     """
     by_rank = [*coordinates.values()]
@@ -27,7 +27,7 @@ def spreads_of(
     for index, tensor in enumerate(tensors):
         key: object = tensor.layout
         if tensor.layout is not None:
-            # A rank that was told of its own place alone may count the meshes otherwise.
+            # A rank that knows only its own coordinate may number the meshes differently.
             key = tensor.layout, which[index] if are_numbered_alike else -1 - index
         if tensor.layout == GIVEN_BOXES or key not in known:
             known[key] = _spread(index, tensor, by_rank)
@@ -40,7 +40,8 @@ def _spread(index: int, tensor: ShardedTensor, by_rank: Sequence[Coordinates]) -
         return Spread(None, [()] * len(by_rank))
     coordinates = [known.coordinate(index) for known in by_rank]
     if tensor.layout == GIVEN_BOXES:
-        # Without the shape of the local tensor: ranks may keep one box in tensors of other shapes.
+        # Without the shape of the local tensor, because ranks may hold a box in tensors of
+        # different shapes.
         ndim = len(tensor.shape)
         coordinates = [c if c is None else (0,) * ndim + c[ndim:] for c in coordinates]
     return Spread(tensor.layout, coordinates)
@@ -49,7 +50,7 @@ def _spread(index: int, tensor: ShardedTensor, by_rank: Sequence[Coordinates]) -
 def replicas_here(
     tensors: Sequence[ShardedTensor], spreads: Sequence[Spread], ranks: Ranks
 ) -> Iterator[tuple[ShardedTensor, Members]]:
-    """Each tensor of which others hold the same part as this rank, with all that hold it."""
+    """Yield each tensor of which other ranks hold the same part as this rank, with all of them."""
     members: dict[int, Members] = {}
     for tensor, spread in zip(tensors, spreads, strict=True):
         if id(spread) not in members:

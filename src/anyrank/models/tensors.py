@@ -27,31 +27,31 @@ from anyrank.models.wrappers import (
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
 
-# nn.Module registers its tensors in these dicts; named_parameters() takes 15 us per tensor.
+# nn.Module registers its tensors in these dicts; named_parameters() would take 15 us per tensor.
 REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
-# Library that wraps modules around a model's -> its additions to names. A process that has not
-# imported the library has none of its modules.
+# Library that wraps modules of a model -> its additions to names. A process that has not imported
+# the library cannot have its modules.
 NAMINGS: dict[str, Naming] = {"peft": PeftNaming()}
 
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
-    """The tensors that a checkpoint holds or checks: all but derived buffers."""
+    """Return the tensors that a checkpoint holds or checks: all except derived buffers."""
     return [target for target in targets if target.kind != "derived"]
 
 
 class NamedModule(NamedTuple):
-    """A module and its place in the model.
+    """A module and its position in the model.
 
     Attributes:
         module: in several places if it is registered under several names.
-        raw, unwrapped, name: its name with everything that wrappers add, without torch's additions,
-            and without other libraries' additions too; empty for the model.
+        raw, unwrapped, name: its name with all additions of wrappers; without torch's additions;
+            and also without those of other libraries. Empty for the model.
         path: the modules from the root to it, both included.
         naming: naming of the library that owns a module of the path, if any.
-        frozen: the module passed to `freeze()` that it belongs to, if any: the innermost with its
+        frozen: the module passed to `freeze()` to which it belongs, if any: the innermost with its
             own source, else the outermost.
-        is_inner: whether the root only wraps a model, and it belongs to that model.
+        is_inner: whether it belongs to a model that the root only wraps.
     """
 
     module: nn.Module
@@ -64,7 +64,7 @@ class NamedModule(NamedTuple):
     is_inner: bool = False
 
     def registration(self, attribute: str) -> Registration:
-        """The module's entry for a tensor."""
+        """Return the entry of one of the module's tensors."""
         name, unwrapped = _join(self.name, attribute), _join(self.unwrapped, attribute)
         aliases = self.naming.aliases(name, unwrapped, self.path) if self.naming else ()
         raw = _join(self.raw, attribute)
@@ -73,12 +73,12 @@ class NamedModule(NamedTuple):
 
 
 def find_modules(model: nn.Module) -> list[NamedModule]:
-    """The modules of a model, parents first, including the children that frozen parts hide.
+    """Return the modules of a model, parents first, including the children of frozen parts.
 
-    The walk ends at a module that refers to a parent, which torch allows.
+    The walk stops at a module that refers to a parent, which torch allows.
 
     Raises:
-        LoadError: FSDP1 or a quantized module, whose tensors are not the model's.
+        LoadError: an FSDP1 or quantized module, whose tensors are not those of the model.
     """
     modules: list[NamedModule] = []
     pending = [NamedModule(model, "", "", "", (), None, None)]
@@ -89,7 +89,7 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         if children and any(module is above for above in path):
             continue
         info = frozen_info(module)
-        # A part with a source takes its weights from it, even within a larger frozen part.
+        # A part with a source takes its weights from that source, even inside a larger frozen part.
         if info is not None and (frozen is None or info.source is not None):
             frozen = module
         _check_class(module, raw, name, frozen)
@@ -111,40 +111,42 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
 
 
 def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | None) -> None:
-    """Raise LoadError for the classes that `find_modules` refuses."""
+    """Raise LoadError if the class is FSDP1's or quantized."""
     kind = type(module)
     if frozen is None and _is_packed(kind):
         raise LoadError(
             f"{name or 'the model'}: is a {kind.__module__}.{kind.__name__}, whose weights are "
-            "packed and no tensors of the model: load or save before it is quantized"
+            "packed and are not tensors of the model. Load or save the model before you quantize "
+            "it."
         )
     if is_fsdp1(module):
         raise LoadError(
             f"{raw or 'the model'}: is wrapped by FullyShardedDataParallel (FSDP1), whose flat "
-            "parameters are not the model's: load before it is wrapped, or use fully_shard (FSDP2)"
+            "parameters are not those of the model. Load the model before you wrap it, or use "
+            "fully_shard (FSDP2)."
         )
 
 
 def find_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Every parameter and buffer of the model, in registration order, ties joined.
+    """Return every parameter and buffer of the model, in registration order, ties joined.
 
-    FSDP2 units that hold their parameters unsharded are resharded first, so that the tensors found
-    are those that the optimizer updates.
+    FSDP2 units whose parameters are unsharded are resharded first, so that the tensors are those
+    that the optimizer updates.
 
     Raises:
         LoadError: FSDP1, quantized or otherwise unreadable tensors, named with their type; two
-            tensors whose names differ only in what wrappers add.
+            tensors whose names differ only in the additions of wrappers.
     """
     return tensors_of(find_modules(model))
 
 
 def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
-    """`find_tensors` for a model whose modules are known."""
+    """Do what `find_tensors` does, for a model whose modules are known."""
     for owner in modules:
         if is_fsdp2(owner.module):
             owner.module.reshard()
     tensors: dict[int, ModelTensor] = {}
-    layouts: dict[Any, Lay] = {}  # a model has few, and asking torch takes 7 us
+    layouts: dict[Any, Lay] = {}  # a model has few layouts, and torch takes 7 us for one
     is_wrapped = False
     for owner in modules:
         is_wrapped = is_wrapped or owner.raw != owner.unwrapped
@@ -161,18 +163,18 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
                     tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry, layouts)
                     continue
                 known.registrations.append(entry)
-                if known.kind == "derived":  # a checkpoint holds it if one of its modules saves it
+                if known.kind == "derived":  # a checkpoint has it if one of its modules saves it
                     known.kind = kind_there
-    if is_wrapped:  # else a name is the path to its tensor, and no two are equal
+    if is_wrapped:  # otherwise names are paths to tensors, which are unique
         _check_names(tensors.values())
     return list(tensors.values())
 
 
 def _check_names(tensors: Iterable[ModelTensor]) -> None:
-    """Refuse two tensors whose names differ only in what wrappers add.
+    """Check that no two tensors have names that differ only in the additions of wrappers.
 
     Raises:
-        LoadError: names both.
+        LoadError: two tensors have such names; the error names both.
     """
     known: dict[str, tuple[ModelTensor, str]] = {}  # the tensor, and its whole name
     for tensor in tensors:
@@ -180,9 +182,9 @@ def _check_names(tensors: Iterable[ModelTensor]) -> None:
             first, raw = known.setdefault(entry.unwrapped, (tensor, entry.raw))
             if first is not tensor:
                 raise LoadError(
-                    f"{raw} and {entry.raw} are both {entry.unwrapped} without what torch's "
-                    f"wrappers add to names ({', '.join(sorted(WRAPPERS))}), so that no file tells "
-                    "them apart: give the inner module another name"
+                    f"{raw} and {entry.raw} have the same name, {entry.unwrapped}, without the "
+                    f"prefixes of torch's wrappers ({', '.join(sorted(WRAPPERS))}), so no file can "
+                    "distinguish them. Rename the inner module."
                 )
 
 
@@ -192,12 +194,12 @@ def _model_tensor(
     """Make a tensor's entry for the first module that has it.
 
     Raises:
-        LoadError: it has no shape yet, or no layout that can be read.
+        LoadError: it has no shape yet, or its layout cannot be read.
     """
     if is_lazy(tensor):
         raise LoadError(
-            f"{entry.name}: is a lazy parameter without a shape: run the model once on an input, "
-            "or build it with its sizes"
+            f"{entry.name}: is a lazy parameter without a shape. Run the model once on an input, "
+            "or build it with its sizes."
         )
     layout, coordinate = layout_of(tensor, entry.raw, layouts)
     return ModelTensor(
@@ -219,6 +221,6 @@ def _join(name: str, attribute: str) -> str:
 
 @cache
 def _is_packed(kind: type[nn.Module]) -> bool:
-    """Return whether torch.ao puts a class in place of quantized layers."""
+    """Return whether a class of torch.ao replaces quantized layers."""
     path = plain_of(kind).__module__
     return path.startswith("torch.ao.nn.") and "quantized" in path and "reference" not in path

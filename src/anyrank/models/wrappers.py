@@ -1,4 +1,4 @@
-"""A tensor's places in a model, and the wrappers that torch puts around them."""
+"""The places of a tensor in a model, and torch's wrappers around them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyrank.tensors.names import WRAPPERS, TensorNames
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.torch_classes import fsdp2_class
 
-Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that state_dict leaves out
+Kind = Literal["parameter", "buffer", "derived"]  # derived: a buffer that is not in state_dict()
 Path: TypeAlias = "tuple[nn.Module, ...]"
 
 
@@ -21,15 +21,15 @@ class Registration(NamedTuple):
     """A module's entry for a tensor: `module.<attribute>`.
 
     Attributes:
-        raw: its name with everything that wrappers add, as `named_parameters()` gives it.
-        unwrapped: its name without what torch's wrappers add.
-        name: its name without other libraries' additions too: the one that the model's author
-            knows.
-        aliases: further names under which such a library saves it.
+        raw: its name with all additions of wrappers, as in `named_parameters()`.
+        unwrapped: its name without the additions of torch's wrappers.
+        name: its name also without the additions of other libraries: the one that the model's
+            author knows.
+        aliases: additional names under which such a library saves it.
         module: the owning module.
         attribute: attribute of the owner.
         path: the modules from the root to the owner, both included.
-        inner: its name in a model of which the root is only a wrapper; "" if the root is none.
+        inner: its name in the model that the root only wraps; "" if the root is not a wrapper.
     """
 
     raw: str
@@ -51,24 +51,24 @@ class Registration(NamedTuple):
 
 
 class Naming(Protocol):
-    """The names that a library such as PEFT adds with its modules to the modules that they wrap."""
+    """The additions to names of a library, such as PEFT, whose modules wrap modules of a model."""
 
     def owns(self, module: nn.Module) -> bool:
         """Return whether a module's class belongs to the library."""
         ...
 
     def part_of(self, module: nn.Module, child: str, path: Path) -> str:
-        """Return what a child adds to names: nothing if the library put a module between; `path`
-        ends with the module.
+        """Return the addition of a child to names: "" if the library has inserted the module.
+        `path` ends with the module.
         """
         ...
 
     def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
-        """Further names under which the library saves a tensor; for the rest see `Registration`."""
+        """Return additional names under which the library saves a tensor; see `Registration`."""
         ...
 
     def is_added(self, entry: Registration) -> bool:
-        """Return whether the library added a tensor, so that no checkpoint of the model has it."""
+        """Return whether the library added a tensor, which checkpoints of the model do not have."""
         ...
 
 
@@ -79,8 +79,8 @@ class ModelTensor(ShardedTensor):
     Attributes:
         kind: parameter, buffer, or derived (a non-persistent buffer).
         registrations: its places in the model; several if it is tied.
-        adapter: it belongs to an adapter (PEFT), which a base checkpoint does not hold.
-        frozen: the module passed to `freeze()` that it belongs to, if any.
+        adapter: whether it belongs to an adapter (PEFT), which a base checkpoint does not have.
+        frozen: the module passed to `freeze()` to which it belongs, if any.
     """
 
     kind: Kind
@@ -90,41 +90,41 @@ class ModelTensor(ShardedTensor):
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether it is in a whole, real frozen part with a source: never written to."""
+        """True if it is never written to: it is real, and in a whole frozen part with a source."""
         info = None if self.frozen is None else frozen_info(self.frozen)
         if info is None or info.source is None:
             return False
         return info.tensors is not None and not self.is_meta
 
     def all_names(self) -> TensorNames:
-        """All names that a source may have for it, by registration."""
+        """Return the names that a source may have for it, by registration."""
         return tuple([entry.names for entry in self.registrations])
 
     def flat_names(self) -> list[str]:
-        """All names that a source may have for it."""
+        """Return the names that a source may have for it."""
         return [name for entry in self.registrations for name in entry.names]
 
 
 def is_whole_wrapper(module: nn.Module) -> bool:
-    """Return whether a root only wraps a model, under names that begin with "module.": torch's
-    AveragedModel, timm's ModelEma. Files hold such an average under the model's names too.
+    """Return whether a root only wraps a model whose names then start with "module.": torch's
+    AveragedModel, timm's ModelEma. Files also have such an average under the model's names.
     """
     has_more = [*module.__dict__["_modules"]] != ["module"] or module.__dict__["_parameters"]
     return not has_more and not is_wrapping(module, "module")
 
 
 def is_wrapping(module: nn.Module, child: str) -> bool:
-    """Return whether a child's name comes from a wrapper, not from the model."""
+    """Return whether a child's name comes from a wrapper, and not from the model."""
     return child in WRAPPERS or (child == "module" and isinstance(module, DistributedDataParallel))
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user wrote, without the one that FSDP2 puts in front of it."""
+    """Return the class that the user wrote, without the class that FSDP2 adds."""
     return plain_of(type(module))
 
 
 def plain_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """`plain_class` of a class."""
+    """Do what `plain_class` does, for a class."""
     while True:
         order = kind.__mro__
         if fsdp2_class() not in order[1:2]:

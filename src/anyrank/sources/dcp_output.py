@@ -1,8 +1,8 @@
-"""`.metadata`, the index of torch.distributed.checkpoint, as the pickle that its readers expect.
+"""`.metadata`, the index of torch.distributed.checkpoint, written as its readers expect it.
 
-It has an entry for each piece of each tensor: millions, in a step of a thousand ranks. So it is
-written here opcode by opcode, and nothing holds the objects that it means, or all of its bytes. A
-repeated value is spelled once, and then recalled by its number, as in any pickle.
+It is a pickle with an entry for each piece of each tensor: millions, for a step of a thousand
+ranks. So it is written opcode by opcode, without the objects that it describes or all of its bytes
+in memory. A repeated value is written once, and then recalled by its number, as in any pickle.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 
 from anyrank.tensors.box import Box
 
-PART_BYTES = 64 << 10  # yielded at a time: about a millisecond's work
+PART_BYTES = 64 << 10  # yielded at a time: about one millisecond of work
 BATCH = 1000  # entries on an unpickler's stack at a time, as in pickle's own
 
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor, with all of its names.
+    """A tensor with all of its names.
 
     Attributes:
-        names: its own name, then those that are tied to it.
-        shape, dtype: shape and dtype of it.
-        boxes: returns all its pieces.
-        kind: equal for tensors of one shape whose boxes are equal.
+        names: its own name, followed by those that are tied to it.
+        shape, dtype: its shape and dtype.
+        boxes: returns the boxes of all its pieces.
+        kind: the same for tensors with the same shape and boxes.
     """
 
     names: Sequence[str]
@@ -42,7 +42,7 @@ class DcpTensor:
 
 
 class DcpPiece(NamedTuple):
-    """A piece of a tensor in a file: position of the tensor, and the bytes of the torch zip."""
+    """A piece of a tensor in a file: the position of the tensor, and the bytes of the torch zip."""
 
     number: int
     box: Box
@@ -59,8 +59,9 @@ def spell_metadata(
 
     Args:
         tensors: tensors of all files.
-        files: name -> its pieces.
-        by_part: whether the text before a name's first dot is a table of the state, as in runs.
+        files: name of a file -> its pieces.
+        by_part: whether the text before the first dot of a name is a table of the state, as in
+            runs.
     """
     speller = _Speller()
     speller.begin({tensor.dtype for tensor in tensors})
@@ -72,35 +73,35 @@ def spell_metadata(
 
 
 class _Speller:
-    """Spells opcodes of protocol 2, and recalls what it has spelled by a number."""
+    """Writes opcodes of protocol 2, and recalls repeated values by number."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.numbers = itertools.count()
-        self.get: dict[object, bytes] = {}  # spelled value -> the opcodes that recall it
+        self.get: dict[object, bytes] = {}  # written value -> the opcodes that recall it
 
     def new(self, opcodes: bytes) -> bytes:
-        """Spell something for later use; return the opcodes that recall it."""
+        """Write a value for later use; return the opcodes that recall it."""
         get = self.put(opcodes)
-        self.out += b"0"  # until then it is only known by its number
+        self.out += b"0"  # pops it; only its number refers to it
         return get
 
     def put(self, opcodes: bytes) -> bytes:
-        """Spell something here that is used again; return the opcodes that recall it."""
+        """Write a value that is used here and again; return the opcodes that recall it."""
         number = struct.pack("<I", next(self.numbers))
         self.out += opcodes + b"r" + number
         return b"j" + number
 
     def flush(self) -> Iterator[bytes]:
-        """Yield the opcodes so far, if they are long enough to be passed on."""
+        """Yield the opcodes so far, if there are enough of them."""
         if len(self.out) >= PART_BYTES:
             yield bytes(self.out)
             self.out.clear()
 
     def begin(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Spell the classes and values that the pickle refers to."""
+        """Write the classes and values to which the pickle refers."""
         from torch.distributed.checkpoint.filesystem import (
-            _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's own, no public name
+            _StorageInfo,  # pyright: ignore[reportPrivateUsage] - the format's, without a public name
         )
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
@@ -136,7 +137,7 @@ class _Speller:
         self.out += self.get[Metadata] + new + _text("state_dict_metadata") + b"}"
 
     def numbers_of(self, sizes: tuple[int, ...]) -> bytes:
-        """Return a torch.Size; it is put where it is used first."""
+        """Return the opcodes of a torch.Size, which is written where it is used first."""
         known = self.get.get(sizes)
         if known is None:
             number = struct.pack("<I", next(self.numbers))
@@ -148,7 +149,7 @@ class _Speller:
     def tensors(
         self, tensors: Sequence[DcpTensor], names: Sequence[Sequence[bytes]]
     ) -> Iterator[bytes]:
-        """Spell each tensor and its pieces."""
+        """Write each tensor and its pieces."""
         for tensor, texts in zip(tensors, names, strict=True):
             key = tensor.shape, tensor.kind
             for text in texts:
@@ -167,7 +168,7 @@ class _Speller:
     def planner_data(
         self, tensors: Sequence[DcpTensor], names: Sequence[Sequence[bytes]], by_part: bool
     ) -> Iterator[bytes]:
-        """Spell the place of each tensor in the state dict."""
+        """Write the position of each tensor in the state dict."""
         self.out += _text("planner_data") + b"}"
         for tensor, texts in zip(tensors, names, strict=True):
             for name, text in zip(tensor.names, texts, strict=True):
@@ -180,7 +181,7 @@ class _Speller:
         names: Sequence[Sequence[bytes]],
         files: Iterable[tuple[str, Iterable[DcpPiece]]],
     ) -> Iterator[bytes]:
-        """Spell the place of each piece's bytes."""
+        """Write the position of each piece's bytes."""
         self.out += _text("storage_data") + b"}("
         count = 0
         for file, pieces in files:
@@ -199,12 +200,12 @@ class _Speller:
         self.out += b"u"
 
     def end(self) -> bytes:
-        """Return the rest."""
+        """Return the last opcodes."""
         return bytes(self.out + self.others + b"ub.")
 
 
 def _value(value: Any) -> bytes:
-    """Return the opcodes that push a value, which refer to nothing outside of it."""
+    """Return the opcodes that push a value, without references to other values."""
     return pickletools.optimize(pickle.dumps(value, 2))[2:-1]
 
 

@@ -1,7 +1,7 @@
-"""The seal after the pickle in the `.metadata` of a step: the digest of its plan, and a checksum.
+"""The seal of a step's `.metadata`: the digest of its plan, and a checksum.
 
-It stands after the pickle's end, so that readers of the pickle do not see it. The pickle depends on
-the plan alone: steps of one plan have the same, and a later one takes a copy.
+It follows the end of the pickle, so that readers of the pickle do not see it. The pickle depends
+only on the plan: steps with the same plan have the same pickle, and later steps copy it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ READ_BYTES = 1 << 20
 def write_sealed(
     storage: Storage, path: str, parts: Iterable[bytes], plan: bytes, rest: Callable[[], None]
 ) -> None:
-    """Write a `.metadata`.
+    """Write a `.metadata` with its seal.
 
     Args:
         storage, path: where to write it.
         parts: parts of the pickle.
-        plan: digest of the plan that it depends on.
+        plan: digest of the plan on which the pickle depends.
         rest: called after each part.
 
     Raises:
-        CheckpointError: the device refuses; part of the file may exist.
+        CheckpointError: the device reports an error; a part of the file may remain.
     """
     import xxhash  # only files that are written or verified need it
 
@@ -51,7 +51,7 @@ def write_sealed(
 
 
 def plan_of(storage: Storage, path: str) -> bytes | None:
-    """Return the plan of a `.metadata`, from its end; None if there is no file, or no seal.
+    """Read the plan's digest from a `.metadata`; None if the file is missing or has no seal.
 
     Raises:
         OSError: the file cannot be read.
@@ -72,8 +72,8 @@ def check_seal(storage: Storage, path: str, rest: Callable[[], None] = lambda: N
         rest: called after each block that was read.
 
     Raises:
-        CorruptCheckpoint: it differs from what was written.
-        OSError: it cannot be read.
+        CorruptCheckpoint: the file has changed since it was written.
+        OSError: the file cannot be read.
     """
     import xxhash  # only files that are written or verified need it
 
@@ -85,4 +85,7 @@ def check_seal(storage: Storage, path: str, rest: Callable[[], None] = lambda: N
             rest()
         seal = read_range(file, stop, DIGEST_BYTES + len(MARK)) if stop > 0 else b""
     if seal != digester.digest() + MARK:
-        raise CorruptCheckpoint(f"{path}: does not match its own checksum: the file is damaged")
+        raise CorruptCheckpoint(
+            f"{path}: does not match its own checksum. The file is corrupt; restore it from a "
+            "copy, or use an older step."
+        )

@@ -1,16 +1,16 @@
-"""Names of weight files: which ending belongs to which format."""
+"""File name endings of weight files, and the format of each."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# Files of Meta's own releases: each holds one tensor-parallel rank's part.
+# Files of Meta's releases: each holds the shard of one tensor-parallel rank.
 META_PART = re.compile(r"consolidated\.\d+\.pth$")
 OF_META = (
-    "one rank's part of a tensor parallel model, as Meta releases them, and the parts do not say "
-    "how they were cut: give the Hugging Face folder of the model, or convert it by transformers' "
-    "convert_llama_weights_to_hf.py"
+    "one shard of a tensor-parallel model in Meta's format, which does not record how the tensors "
+    "were split. Pass the Hugging Face folder of the model, or convert it with "
+    "convert_llama_weights_to_hf.py of transformers."
 )
 # In the order in which folders are searched for them: safetensors before pickles.
 FILES = {
@@ -24,5 +24,5 @@ ENDINGS = (*FILES, *(f"{ending}.index.json" for ending in FILES))
 
 
 def format_of(path: str) -> str | None:
-    """The name of a file's format, from the ending of its name; None for an unknown ending."""
+    """Return the name of a file's format, from its ending; None if the ending is unknown."""
     return FILES.get(os.path.splitext(path)[1].lower())

@@ -1,7 +1,8 @@
-"""Finds the bytes of tensors that a listing has by their shapes alone: those of steps of runs.
+"""Finds the bytes of tensors that are listed only by shape, which are those of steps of runs.
 
-Where they are stands in the indexes of the ranks that saved a step. Whoever reads a share reads the
-indexes that the share meets (`locate`); whoever needs all tensors reads all indexes (`locate_all`).
+The indexes of the ranks that saved a step say where the bytes are. A rank that reads a share reads
+the indexes that the share needs (`locate`); a tool that needs all tensors reads all indexes
+(`locate_all`).
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from anyrank.tensors.spec import StoredTensor
 def locate(
     listing: Listing, wanted: Sequence[Wanted], threads: int
 ) -> tuple[Listing, list[StoredTensor]]:
-    """Find the bytes that a rank reads. Each rank alone.
+    """Find the bytes that a rank reads. Does not communicate.
 
     Args:
         listing: the listing.
-        wanted: tensors of it as they are listed, and the pieces of each that are read.
-        threads: most threads that read indexes.
+        wanted: listed tensors, and the pieces of each to read.
+        threads: maximum number of threads that read indexes.
 
     Returns:
-        The listing with the files as they are now, in which tensors of runs that are not wanted
-        have no chunks; and the wanted tensors.
+        The listing with the files as they are now, in which other tensors of runs have no chunks;
+        and the wanted tensors.
 
     Raises:
-        LoadError: an index is damaged; or a file is gone, or has another size.
+        LoadError: an index is corrupt; or a file is missing, or has a wrong size.
     """
     files, sums = [*listing.files], {**listing.sums}
     chosen = [stored for stored, _ in wanted]
@@ -77,7 +78,7 @@ def locate_all(listing: Listing) -> Listing:
 
 
 def has_remade(listing: Listing, wanted: Iterable[StoredTensor]) -> bool:
-    """Return True if `locate` cannot find what is wanted: it was cut, joined or computed."""
+    """Return True if `locate` cannot find a tensor because it was cut, joined or computed."""
     if not listing.locators:
         return False
     if any(info.computed is not None for info in listing.files):

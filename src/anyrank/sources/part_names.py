@@ -1,12 +1,12 @@
-"""Names of a checkpoint's parts: which of them hold weights, and which do not."""
+"""Names of the parts of a checkpoint that hold weights, and of those that do not."""
 
 from __future__ import annotations
 
 import re
 
-# Names under which training scripts keep the weights in a checkpoint of several parts.
+# Names under which training scripts store the weights in a checkpoint of several parts.
 NESTED = ("state_dict", "model_state_dict", "model", "module", "net", "params", "weights")
-# Names under which they and training tools keep other things; several of a kind are numbered.
+# Names under which scripts and training tools store other parts; several of a kind are numbered.
 OTHERS = frozenset(
     {
         *("optimizer", "optimizers", "optim", "optimizer_state_dict", "optimizer_states"),
@@ -21,10 +21,10 @@ AVERAGE = re.compile(r"(?:^|[_.-])(?:ema|swa|avg|averaged?|shadow|teacher)(?:$|[
 
 
 def is_average(name: str) -> bool:
-    """Return whether a name says that a table, or a file, holds an average of weights."""
+    """Return whether the name of a table or file says that it holds an average of weights."""
     return AVERAGE.search(name) is not None
 
 
 def is_other_part(key: str) -> bool:
-    """Return whether a key of a checkpoint belongs to a part without weights, by its name."""
+    """Return whether a key of a checkpoint belongs, by its name, to a part without weights."""
     return re.sub(r"_\d+$", "", key.partition(".")[0]) in OTHERS

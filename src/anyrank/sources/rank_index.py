@@ -1,6 +1,6 @@
-"""`__R_0.json`: places in the data file of a rank, and what else only that rank saved.
+"""`__R_0.json`: positions in the data file of a rank, and other state that only that rank saved.
 
-The manifest has its checksum. Its tensors are numbered as in `tensors.json` (`step_index`).
+Its checksum is in the manifest. Tensors are numbered as in `tensors.json` (`step_index`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class OwnTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class RankIndex:
-    """The index of what one rank saved.
+    """The index of the data that one rank saved.
 
     Attributes:
-        placed: number of a tensor -> its boxes in the rank's file.
+        placed: number of a tensor -> its boxes in the file of the rank.
         own_tensors: name -> a tensor that only this rank has.
-        parts: part of the state -> this rank's record of it, if the ranks differ.
-        generators: random generator -> its state, if the ranks differ.
+        parts: part of the state -> this rank's record of it, if the ranks' records differ.
+        generators: random generator -> its state, if the ranks' states differ.
     """
 
     placed: Mapping[int, Sequence[Placed]]
@@ -56,7 +56,7 @@ class RankIndex:
     generators: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the content of the file."""
         boxes = [
             (number, box.offsets, box.sizes, offset)
             for number, placed in self.placed.items()
@@ -89,15 +89,15 @@ def parse(data: bytes, where: str, step: StepIndex, size: int) -> RankIndex:
         size: bytes of the rank's data file.
 
     Raises:
-        CorruptCheckpoint: a save does not write such an index: a box is outside of its tensor, or
-            of the file.
+        CorruptCheckpoint: a save does not write such an index: for example, a box is outside its
+            tensor or the file.
     """
     with reading_record(where):
         index = json.loads(data)
         placed: dict[int, list[Placed]] = {}
         for number, offsets, sizes, offset in index["boxes"]:
             if type(number) is not int or number < 0:
-                raise ValueError(f"{number!r:.40} is no tensor's number")
+                raise ValueError(f"{number!r:.40} is not the number of a tensor")
             tensor = step.tensors[number]
             entry = _placed(tensor.name, (offsets, sizes, offset), tensor.shape, tensor.dtype, size)
             placed.setdefault(number, []).append(entry)
@@ -106,7 +106,7 @@ def parse(data: bytes, where: str, step: StepIndex, size: int) -> RankIndex:
             shape, dtype = whole_numbers(name, entry["shape"]), getattr(torch, entry["dtype"])
             boxes = [_placed(name, box, shape, dtype, size) for box in entry["boxes"]]
             if sum(box.numel for box, _ in boxes) != math.prod(shape):
-                raise ValueError(f"{name}: its pieces do not make up its shape {list(shape)}")
+                raise ValueError(f"{name}: its pieces do not fill its shape {list(shape)}")
             own_tensors[name] = OwnTensor(shape, dtype, boxes)
         return RankIndex(placed, own_tensors, dict(index["parts"]), dict(index["generators"]))
 
@@ -121,11 +121,11 @@ def _placed(
     offsets, sizes, offset = entry
     whole_numbers(name, (*offsets, *sizes, offset))
     if not len(offsets) == len(sizes) == len(shape):
-        raise ValueError(f"{name}: a piece has not the dims of its tensor")
+        raise ValueError(f"{name}: a piece has a different number of dims than its tensor")
     if any(low + n > most for low, n, most in zip(offsets, sizes, shape, strict=True)):
-        raise ValueError(f"{name}: a piece lies outside of its shape {list(shape)}")
+        raise ValueError(f"{name}: a piece is outside its shape {list(shape)}")
     if offset + math.prod(sizes) * dtype.itemsize > size:
-        raise ValueError(f"{name}: a piece ends after its file")
+        raise ValueError(f"{name}: a piece extends beyond the end of its file")
     return Placed(Box(tuple(offsets), tuple(sizes)), offset)
 
 
@@ -137,7 +137,7 @@ def read_indexes(
     ranks: Iterable[int],
     threads: int = REQUESTS,
 ) -> dict[int, RankIndex]:
-    """Read the indexes of some ranks; return them by rank.
+    """Read the indexes of some ranks, and return them by rank.
 
     Args:
         storage: where the folder is.
@@ -145,10 +145,10 @@ def read_indexes(
         files: files of the ranks that saved it.
         step: index of the step.
         ranks: ranks to read, by their indices among those that saved.
-        threads: most threads that read.
+        threads: maximum number of threads that read.
 
     Raises:
-        CorruptCheckpoint: an index is missing, or differs from what was written.
+        CorruptCheckpoint: an index is missing, or has changed since it was written.
         CheckpointError: an index cannot be read; chained to the storage's error.
     """
     wanted = sorted(ranks)
@@ -163,7 +163,7 @@ def read_indexes(
 
 
 def run_each(work: Callable[[int], object], items: Sequence[int], threads: int) -> None:
-    """Call `work` for each item, with several threads if there are several items."""
+    """Call `work` for each item, in several threads if there are several items."""
     if len(items) > 1:
         spread(items, [work] * min(len(items), threads))
         return

@@ -1,4 +1,4 @@
-"""anyrank's own run folders: `step-N/` folders, each a DCP folder plus `anyrank.json`."""
+"""anyrank's run folders: `step-N/` folders, each of which is a DCP folder with `anyrank.json`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from anyrank.files.manifest import MANIFEST, STEP, Manifest, read_small, step_na
 from anyrank.files.storage import Storage, join_path, reading
 from anyrank.sources.step_index import INDEX
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint, which a step has as well
-ASIDE = ".aside-"  # begins the name of a step that was taken out of the way
+METADATA = ".metadata"  # of torch.distributed.checkpoint; a step has one too
+ASIDE = ".aside-"  # starts the name of a step that was renamed, so that it is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class SavedStep:
         samples: samples of completed steps, over the whole run.
         written: time of the commit, in ISO 8601, UTC.
         ranks: number of ranks that saved it.
-        nbytes: size of its files without the manifest and what DCP alone reads.
+        nbytes: size of its files without the manifest and files that only DCP reads.
         path: path of its folder.
 
     Example::
@@ -46,7 +46,7 @@ class SavedStep:
 
 
 def describe(manifest: Manifest, path: str) -> SavedStep:
-    """Describe a step by its manifest."""
+    """Describe a step, from its manifest."""
     return SavedStep(
         step=manifest.step,
         epoch=manifest.epoch,
@@ -59,14 +59,14 @@ def describe(manifest: Manifest, path: str) -> SavedStep:
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step in a run's folder.
+    """The folder of a step in the folder of a run.
 
     Attributes:
         number: number of the step.
         name: name of the folder.
         is_whole: whether its manifest, which is written last, exists. On a disk the folder gets its
-            name only after that, so a step without one is damaged; in an object store its save
-            died.
+            name only after that, so a step without a manifest is corrupt; in an object store its
+            save was killed.
     """
 
     number: int
@@ -75,7 +75,7 @@ class StepFolder(NamedTuple):
 
 
 def number_of(name: str) -> int | None:
-    """The step that a folder's name stands for; None for another name."""
+    """Return the number of the step of a folder with this name; None for other names."""
     match = STEP.match(name)
     return int(match[1]) if match else None
 
@@ -86,9 +86,9 @@ def is_step(storage: Storage, folder: str) -> bool:
 
 
 def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
-    """The steps of a run, the newest first; `names` are the entries of its folder.
+    """Return the steps of a run, the newest first; `names` are the entries of its folder.
 
-    A folder without a manifest counts if its name is one that a save gives.
+    A folder without a manifest counts if its name is one that a save uses.
     """
     steps: list[StepFolder] = []
     for name in names:
@@ -102,11 +102,11 @@ def list_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[Step
 
 
 def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> bytes:
-    """Compare the sizes of a step's files with the manifest, by one listing of the folder, and the
-    bytes of its index, which are returned.
+    """Compare the sizes of a step's files with the manifest, with one listing of the folder;
+    compare and return the bytes of its index.
 
     Raises:
-        CorruptCheckpoint: a file is gone, or is not what was written.
+        CorruptCheckpoint: a file is missing, or has changed since it was written.
         CheckpointError: they cannot be read; chained to the storage's error.
     """
     with reading(folder):
@@ -114,22 +114,28 @@ def check_sizes(storage: Storage, folder: str, manifest: Manifest) -> bytes:
     for name, expected in manifest.sizes.items():
         path = join_path(folder, name)
         if name not in sizes:
-            raise CorruptCheckpoint(f"{path}: is missing, but {MANIFEST} lists it")
+            raise CorruptCheckpoint(
+                f"{path}: is missing, but {MANIFEST} lists it. Restore it from a copy, or use an "
+                "older step."
+            )
         if sizes[name] != expected:
             raise CorruptCheckpoint(
-                f"{path}: has {sizes[name]} bytes, {MANIFEST} says {expected}: the file is "
-                "truncated or was written to"
+                f"{path}: has {sizes[name]} bytes, but {MANIFEST} lists {expected}. The file was "
+                "truncated or changed; restore it from a copy, or use an older step."
             )
     return read_index(storage, folder, manifest)
 
 
 def read_index(storage: Storage, folder: str, manifest: Manifest) -> bytes:
-    """The bytes of a step's index, compared with the manifest.
+    """Read the bytes of a step's index, and compare them with the manifest.
 
     Raises:
-        CorruptCheckpoint, CheckpointError: as `check_sizes`.
+        CorruptCheckpoint, CheckpointError: as for `check_sizes`.
     """
     record = manifest.files.get(INDEX)
     if record is None:
-        raise CorruptCheckpoint(f"{folder}: its {MANIFEST} lists no {INDEX}: it is damaged")
+        raise CorruptCheckpoint(
+            f"{folder}: its {MANIFEST} does not list {INDEX}. The step is corrupt; use an older "
+            "one."
+        )
     return read_small(storage, folder, INDEX, record)

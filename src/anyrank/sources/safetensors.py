@@ -1,6 +1,6 @@
 """The safetensors format: 8 bytes of header length, a JSON header, then the tensors' bytes.
 
-It is read here, and planned for writing, as a file or a Hugging Face folder of several.
+Reads it, and plans it for writing, as one file or a Hugging Face folder of several files.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,  # two elements per byte: the file counts elements, torch bytes
+    "F4": torch.float4_e2m1fn_x2,  # two elements per byte; torch counts bytes
     "C64": torch.complex64,
 }
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RESERVED = "__metadata__"
-TIES = "anyrank.ties"  # entry of the metadata with the names in it that are ties, as JSON
-ALIGN = 64  # for the first tensor, so that readers can map it
+TIES = "anyrank.ties"  # metadata entry that lists, as JSON, which names in the metadata are ties
+ALIGN = 64  # alignment of the first tensor, so that readers can map it
 
 
 def is_head(head: bytes) -> bool:
@@ -59,35 +59,35 @@ def list_file(storage: Storage, path: str) -> Listing:
     """List the tensors of one file, from its header.
 
     Raises:
-        UnsafeFile: the file's size is not the one that its header describes, or the header breaks
-            the format: not JSON, an unknown dtype, or offsets that overlap or leave holes.
+        UnsafeFile: the file's size does not match its header, or the header breaks the format: it
+            is not JSON, has an unknown dtype, or has offsets that overlap or leave gaps.
     """
     with closing(storage.open(path)) as file:
         info = file.info
         length = int.from_bytes(read_range(file, 0, 8), "little") if info.size >= 8 else 0
         if not 0 < length <= min(MAX_HEADER_BYTES, info.size - 8):
             raise UnsafeFile(
-                f"{path}: its header claims {length} bytes; the file has {info.size} and the "
-                f"format allows {MAX_HEADER_BYTES}: not a safetensors file, or a truncated one"
+                f"{path}: its header claims {length} bytes, but the file has {info.size} and the "
+                f"format allows {MAX_HEADER_BYTES}. It is not a safetensors file, or is truncated."
             )
         text = read_range(file, 8, length)
     try:
         header = json.loads(text, object_pairs_hook=_table)
         texts: Any = header.pop(RESERVED, {})
         if not all(isinstance(value, str) for value in texts.values()):
-            raise ValueError(f"{RESERVED} holds more than text")
+            raise ValueError(f"{RESERVED} contains values other than text")
         tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
         ties = _ties_among(texts, tensors)
         end = _end_of(header)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnsafeFile(
-            f"{path}: its header breaks the safetensors format "
-            f"({type(error).__name__}: {str(error)[:300]}): copy it again"
+            f"{path}: its header breaks the safetensors format ({type(error).__name__}: "
+            f"{str(error)[:300]}). Copy the file again."
         ) from error
     if 8 + length + end != info.size:
         raise UnsafeFile(
-            f"{path}: has {info.size} bytes where its header describes {8 + length + end}: "
-            "the file is truncated or something was appended; copy it again"
+            f"{path}: has {info.size} bytes, but its header describes {8 + length + end}. The file "
+            "is truncated or something was appended; copy it again."
         )
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
@@ -98,7 +98,7 @@ def list_file(storage: Storage, path: str) -> Listing:
 def with_ties(
     texts: Mapping[str, str], tied: Mapping[str, str], names: Collection[str]
 ) -> dict[str, str]:
-    """The metadata of a file: free text, and the ties of its tensors as `save_model` writes them.
+    """Return the metadata of a file: free text, and ties of tensors in the form of `save_model`.
 
     Args:
         texts: free text.
@@ -107,17 +107,17 @@ def with_ties(
     """
     ties = {name: kept for name, kept in tied.items() if kept in names}
     metadata = {**texts, **ties}
-    # A text that is a tensor's name by chance is not a tie.
+    # A text that happens to be a tensor's name is not a tie.
     if not {*names}.isdisjoint(metadata.values()):
         metadata[TIES] = json.dumps([*ties])
     return metadata
 
 
 def _ties_among(texts: Mapping[str, str], tensors: Collection[str]) -> dict[str, str]:
-    """Name -> the name of the tensor that it is tied to, from a file's metadata.
+    """Map each name to the name of the tensor that it is tied to, from a file's metadata.
 
-    A tie is stored once, and the metadata maps the other name to it, as `save_model` writes it,
-    without telling it from free text: there a tie is taken for one if both names end alike.
+    A tied tensor is stored once, and the metadata maps the other name to it. `save_model` does not
+    distinguish such entries from free text; those count as ties only if both names end the same.
     """
     names: Any = (name for name in texts if _end(name) == _end(texts[name]))
     if TIES in texts:
@@ -132,34 +132,35 @@ def _end(name: str) -> str:
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key")
     return table
 
 
 def _tensor(key: str, entry: dict[str, Any], base: int, path: str) -> StoredTensor:
-    """Read one tensor of the header, whose bytes count from `base`; raise for invalid ones."""
+    """Read one tensor of the header, with offsets from `base`; raise an error if it is invalid."""
     shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise UnsafeFile(
-            f"{path}: {key}: dtype {entry['dtype']!r} is unknown; known are {', '.join(DTYPES)}"
+            f"{path}: {key}: unknown dtype {entry['dtype']!r}; the known ones are "
+            f"{', '.join(DTYPES)}"
         )
     dtype = DTYPES[entry["dtype"]]
     if not {int}.issuperset(map(type, (*shape, start, stop))) or min(*shape, start, stop) < 0:
-        raise ValueError(f"{key}: {shape} and {start}, {stop} are not counts")
+        raise ValueError(f"{key}: invalid shape {shape} or offsets {start}, {stop}")
     if entry["dtype"] == "F4":
         if shape[-1] % 2:
-            raise ValueError(f"{key}: F4 needs an even last size, found {shape}")
+            raise ValueError(f"{key}: F4 needs an even last size, but the shape is {shape}")
         shape = (*shape[:-1], shape[-1] // 2)
     if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{key}: {entry} has more bytes, or fewer, than its shape")
+        raise ValueError(f"{key}: the number of bytes in {entry} does not match the shape")
     return StoredTensor.contiguous(key, shape, dtype, 0, base + start)
 
 
 def _end_of(header: Mapping[str, Any]) -> int:
-    """The end of the last tensor; ValueError if the tensors do not follow one another."""
+    """Return the end of the last tensor; raise ValueError if tensors overlap or leave gaps."""
     end = 0
     for start, stop, key in sorted((*entry["data_offsets"], key) for key, entry in header.items()):
         if start != end:
-            raise ValueError(f"{key}: starts at {start}, and the tensor before it ends at {end}")
+            raise ValueError(f"{key}: starts at {start}, but the previous tensor ends at {end}")
         end = stop
     return end

@@ -1,6 +1,6 @@
 """The kinds of sources, and the functions that list them.
 
-Formats of files are in `weight_files.py`, those of folders in `readers/folders.py`.
+Formats of files are in `weight_files.py`, and those of folders in `readers/folders.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike
 
 
 def check_source(source: object) -> None:
-    """Refuse a source that names no weights, before anything is read.
+    """Check that a source is a path, a list of paths or a dict, before anything is read.
 
     Raises:
         TypeError: names the type.
@@ -35,9 +35,12 @@ def check_source(source: object) -> None:
         keys: Mapping[object, object] = source
         for key in keys:
             if not isinstance(key, str):
-                raise TypeError(f"the keys of source= are names, str, not {key!r}")
+                raise TypeError(
+                    f"source={{{key!r}: ...}}: expected names (str) as keys, got "
+                    f"{type(key).__name__}"
+                )
         if not keys:
-            raise ValueError("source= is an empty dict: give the dict of weights")
+            raise ValueError("source={}: the dict is empty; pass a dict of tensors")
         return
     paths: Sequence[object] = [source]
     if isinstance(source, Sequence) and not isinstance(source, (str, bytes, bytearray)):
@@ -45,15 +48,15 @@ def check_source(source: object) -> None:
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
-                "source= takes a path, a list of paths, or a dict of tensors, not "
+                "source=: expected a path, a list of paths or a dict of tensors, got "
                 f"{type(path).__name__}"
             )
     if not paths or "" in paths:
         what = "an empty path" if paths else "an empty list"
-        raise WrongValue(f"source= is {what}: give a path, a list of paths or a dict of tensors")
+        raise WrongValue(f"source= is {what}; pass a path, a list of paths or a dict of tensors")
 
 
-# Functions that list the weights in a folder, by its name in LISTED_BY_READERS.
+# Functions that list the weights in a folder, by its kind in LISTED_BY_READERS.
 LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
     RUN: runs.list_folder,
     DCP: dcp.list_folder,
@@ -62,19 +65,20 @@ LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
 
 
 def list_source(source: Source) -> Listing:
-    """List the tensors of any source with their places, like `list_headers`."""
+    """List the tensors of any source with the positions of their bytes; see `list_headers`."""
     return locate_all(list_headers(source))
 
 
 def list_headers(source: Source) -> Listing:
     """Read the headers of any source: a path or URL, a list of files, or a dict of tensors.
 
-    Tensors of runs have no places yet: `sources/locate.py` finds them.
+    The positions of tensors of runs are not known yet; `sources/locate.py` finds them.
 
     Raises:
-        LoadError: nothing exists there, no permission, or an unknown format; two files of a list
-            hold the same key, are quantized in two ways, or each is a rank's part of a model.
-        UnsafeFile: a header that lies, or a pickle that would run code.
+        LoadError: the path does not exist, cannot be read, or has an unknown format; or files of a
+            list contain the same key, are quantized differently, or are shards of a model in Meta's
+            format.
+        UnsafeFile: a header with impossible sizes, or a pickle that would run code.
     """
     if isinstance(source, Mapping):
         return list_memory(source)
@@ -91,8 +95,8 @@ def list_headers(source: Source) -> Listing:
     for path, quantization in ways:
         if quantization != ways[0][1]:
             raise LoadError(
-                f"{path}: is quantized in another way than {ways[0][0]}, by quantization_config of "
-                "the config.json beside each: give files that belong together"
+                f"{path}: its config.json has a different quantization_config than that of "
+                f"{ways[0][0]}. Pass files that belong together."
             )
     return join(", ".join(sorted({listing.format for listing in listings})), listings)
 
@@ -113,7 +117,7 @@ def _list_path(path: str) -> Listing:
 
 
 def _list_folder(storage: Storage, path: str) -> Listing:
-    """List the weights in a folder, whatever wrote it."""
+    """List the weights in a folder of any kind."""
     name = format_of_folder(storage.names(path))
     if not is_run_of_tool(name):
         return LISTERS[name](storage, path)

@@ -1,8 +1,8 @@
-"""`tensors.json`: the tensors of a step of a run, and their layout on the ranks that saved it.
+"""`tensors.json`: the tensors of a step of a run, and their layouts on the ranks that saved it.
 
-It grows with the tensors and with the ranks, but not with their product: the index beside each
-rank's file (`rank_index`) says which bytes hold a part of a tensor, and the mesh says which ranks
-have a part.
+Its size grows with the number of tensors and of ranks, but not with their product: the index of
+each rank's file (`rank_index`) says which bytes hold a part of a tensor, and the mesh says which
+ranks have a part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class IndexedTensor(NamedTuple):
     Attributes:
         name, shape, dtype: its name, shape and dtype.
         where: its layout on the ranks that saved it; or the indices of the ranks whose files have
-            parts of it, if no mesh says it.
+            parts of it, if it is not on a mesh.
     """
 
     name: str
@@ -42,25 +42,25 @@ class IndexedTensor(NamedTuple):
     where: Spread | tuple[int, ...]
 
     def ranks_with(self, box: Box) -> Iterator[int]:
-        """Find the ranks whose files may hold elements of a box; no others do."""
+        """Yield the ranks whose files may hold elements of a box; other files hold none."""
         if isinstance(self.where, tuple):
             return iter(self.where)
         return iter(self.where.meeting(self.shape, box))
 
     @property
     def ranks(self) -> Iterator[int]:
-        """Find the ranks whose files may hold any of it."""
+        """Yield the ranks whose files may hold elements of the tensor."""
         return self.ranks_with(Box.whole(self.shape))
 
 
 @dataclass(frozen=True)
 class StepIndex:
-    """The tensors of a step, in the order by which the ranks' indexes count them.
+    """The tensors of a step, in the order in which the ranks' indexes number them.
 
     Attributes:
-        tensors: tensors, each once.
-        aliases: other name of a tied tensor -> the name under which it is saved.
-        owners: ranks that have tensors of their own, which only their indexes list.
+        tensors: the tensors, each once.
+        aliases: other names of a tied tensor -> the name under which it is saved.
+        owners: ranks with tensors that no other rank has, which only their indexes list.
     """
 
     tensors: Sequence[IndexedTensor]
@@ -69,12 +69,12 @@ class StepIndex:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Map each name or alias to the position of its tensor."""
+        """The position of the tensor of each name or alias."""
         numbers = {tensor.name: number for number, tensor in enumerate(self.tensors)}
         return numbers | {alias: numbers[name] for alias, name in self.aliases.items()}
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the content of the file."""
         spreads: dict[int, Spread] = {}
         for tensor in self.tensors:
             if isinstance(tensor.where, Spread):
@@ -119,7 +119,7 @@ def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:
         ranks: files of the ranks that saved the step.
 
     Raises:
-        CorruptCheckpoint: a save does not write such an index, or it names more than the files can
+        CorruptCheckpoint: a save does not write such an index, or it lists more than the files can
             hold.
     """
     with reading_record(where):
@@ -131,15 +131,15 @@ def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:
         names = {tensor.name for tensor in tensors}
         aliases = {str(alias): str(name) for alias, name in index["aliases"].items()}
         if len(names) < len(tensors) or not names >= {*aliases.values()} or names & aliases.keys():
-            raise ValueError("a name is twice there, or of no tensor")
+            raise ValueError("a name is duplicated, or does not belong to a tensor")
         owners = whole_numbers("owners", index["owners"])
         if any(rank >= len(ranks) for rank in owners):
-            raise ValueError("a rank that did not save has tensors of its own")
+            raise ValueError("the owners include a rank that did not save")
         return StepIndex(tensors, aliases, owners)
 
 
 def _row_major(layout: Layout, coordinate: Coordinate | None) -> int:
-    """Return the place of a coordinate in a mesh, in row-major order; -1 outside."""
+    """Return the row-major position of a coordinate in a mesh; -1 outside."""
     if coordinate is None:
         return -1
     position = 0
@@ -164,10 +164,10 @@ def _mesh(entry: Mapping[str, Any], size: int) -> tuple[tuple[int, ...], list[Co
         or not 0 < math.prod(shape) <= size
         or len(shape) > size.bit_length() + 8
     ):
-        raise ValueError(f"a mesh of the shape {shape!r:.80} does not have the ranks that saved")
+        raise ValueError(f"mesh shape {shape!r:.80} does not match the ranks that saved")
     coordinates: list[Coordinate | None] = [*itertools.product(*map(range, shape)), None]
     if not all(type(n) is int and -1 <= n < len(coordinates) - 1 for n in places):
-        raise ValueError("a rank has a place outside of its mesh")
+        raise ValueError("a rank's coordinate is outside its mesh")
     return shape, [coordinates[n] for n in places]
 
 
@@ -181,12 +181,12 @@ def _spread(
         for row, size in zip(entry["placements"], shape, strict=True)
     )
     if not any(placement.kind == "shard" for placement in placements):
-        raise ValueError("a layout cuts nothing")
+        raise ValueError("a layout on a mesh does not shard any dim")
     return Spread(Layout(shape, placements), coordinates)
 
 
 def _placement(row: Sequence[Any], size: int, num_ranks: int) -> Placement:
-    """Read how an axis of a mesh, of this size, treats a tensor."""
+    """Read the placement of a tensor on a mesh axis of this size."""
     kind, *values = row
     if kind == "replicate" and not values:
         return Placement("replicate")
@@ -197,11 +197,13 @@ def _placement(row: Sequence[Any], size: int, num_ranks: int) -> Placement:
             for part in parts
         )
         if len(intervals) != size:
-            raise ValueError("a layout has not as many parts as its mesh has places")
+            raise ValueError(
+                "the number of parts of a layout does not match the size of its mesh axis"
+            )
         return IntervalShard("shard", dim, intervals=intervals)
     dim, factor = whole_numbers(kind, values)
     if kind != "shard" or not 0 < factor <= num_ranks:
-        raise ValueError(f"{row!r:.80} is no placement")
+        raise ValueError(f"invalid placement {row!r:.80}")
     return Placement("shard", dim, factor)
 
 
@@ -211,11 +213,11 @@ def _tensor(
     files: Sequence[RankFiles],
     most_bytes: int,
 ) -> IndexedTensor:
-    """Read a tensor, which is no larger than the files of the ranks that have it."""
+    """Read a tensor; check that it is not larger than the files of the ranks that have it."""
     name, dtype, shape, where = row
     kind, sizes = getattr(torch, dtype), whole_numbers(name, shape)
     if type(name) is not str or not isinstance(kind, torch.dtype):
-        raise ValueError(f"{name!r:.80}: has no name, or {dtype!r:.40} for a dtype")
+        raise ValueError(f"invalid name {name!r:.80} or dtype {dtype!r:.40}")
     if isinstance(where, list):
         ranks = whole_numbers(name, where)
         most_bytes = sum(files[rank].size for rank in {*ranks})
@@ -226,14 +228,14 @@ def _tensor(
         layout = lies.layout
         assert layout is not None
         if any(p.dim >= len(sizes) for p in layout.placements if p.kind == "shard"):
-            raise ValueError(f"{name}: its layout cuts a dim that it does not have")
+            raise ValueError(f"{name}: its layout shards a dim that it does not have")
     if math.prod(sizes) * kind.itemsize > most_bytes:
-        raise ValueError(f"{name}: is larger than the files that have it")
+        raise ValueError(f"{name}: is larger than the files that hold it")
     return IndexedTensor(name, sizes, kind, lies)
 
 
 def whole_numbers(what: object, numbers: Sequence[Any]) -> tuple[int, ...]:
     """Return whole numbers of at least 0; raise ValueError for anything else."""
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{what}: {numbers!r:.80} are not sizes")
+        raise ValueError(f"{what}: {numbers!r:.80} is not a list of sizes")
     return tuple(numbers)

@@ -1,7 +1,8 @@
-"""The tensors of a step of a run: a listing of their shapes, and what finds their bytes.
+"""The tensors of a step of a run: a listing of their shapes, and a locator of their bytes.
 
-The step's index names the tensors, and the ranks that have a part of each. The ranks' indexes say
-where in their files these parts are. A rank that reads a share needs the indexes of a few ranks.
+The step's index names the tensors and the ranks that have a part of each. The ranks' indexes say
+where these parts are in their files. A rank that reads a share needs the indexes of only a few
+ranks.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ SPACING = 1 << 64  # bytes from one tensor to the next, while their chunks are n
 
 @dataclass
 class StepLocator(Locator):
-    """Finds the bytes of a step that one rank reads, by the indexes of the ranks that have them.
+    """Finds the bytes of a step that one rank reads, with the indexes of the ranks that saved them.
 
     Until then, the tensors are listed as if they were in the step's first file, each whole and
-    `SPACING` bytes after the one before it.
+    `SPACING` bytes after the previous one.
 
     Attributes:
         folder: folder of the step, which may differ between machines.
-        files: files of the ranks that saved it.
-        index: index of it.
-        own_tensors: tensors that only one rank has; their numbers follow those of the index.
+        files: files of the ranks that saved the step.
+        index: index of the step.
+        own_tensors: tensors that only one rank has, whose numbers follow those of the index.
         saved: the run, the step and the time of the commit, by which copies are recognized.
         indexes: ranks' indexes that were read.
-        met: ranks that have some pieces of a tensor, kept because most tensors are alike.
+        met: ranks that have some pieces of a tensor, cached because most tensors have the same
+            layout.
     """
 
     folder: str
@@ -57,7 +59,7 @@ class StepLocator(Locator):
         return shared[number] if number < len(shared) else self.own_tensors[number - len(shared)]
 
     def list_shapes(self) -> Listing:
-        """List names, shapes and dtypes, without the chunks that have them."""
+        """List names, shapes and dtypes, without chunks."""
         files = (FileInfo(self.folder, 0, ""),) * len(self.files)
         rows = enumerate((*self.index.tensors, *self.own_tensors))
         tensors = {row.name: _listed(row, number) for number, row in rows}
@@ -71,8 +73,8 @@ class StepLocator(Locator):
     def check_same(self) -> None:
         if self.saved != read_manifest(storage_for(self.folder), self.folder).identity:
             raise LoadError(
-                f"{self.folder}: is another step here than where its index was read: give all "
-                "ranks the same folder"
+                f"{self.folder}: differs from the step whose index was read on another rank. Pass "
+                "the same folder on every rank."
             )
 
     def locate(
@@ -85,7 +87,7 @@ class StepLocator(Locator):
         return located, files.files, files.sums
 
     def ranks_for(self, wanted: Iterable[Wanted]) -> set[int]:
-        """Find the ranks whose indexes say where the bytes of some tensors are."""
+        """Find the ranks whose indexes locate the bytes of some tensors."""
         met = (self._ranks_with(_number_of(stored), pieces) for stored, pieces in wanted)
         return {rank for ranks in met for rank in ranks}
 
@@ -109,10 +111,10 @@ class StepLocator(Locator):
         self.indexes |= read_indexes(*args)
 
     def with_chunks(self, wanted: Iterable[Wanted]) -> list[StoredTensor]:
-        """Return the tensors with the chunks that have what is wanted; files count as ranks.
+        """Return the tensors with the chunks that hold the pieces; a chunk's file is the rank.
 
         Raises:
-            CorruptCheckpoint: the ranks' boxes do not make up what is wanted.
+            CorruptCheckpoint: the ranks' boxes do not cover the pieces.
         """
         return [
             replace(stored, chunks=self._chunks_for(_number_of(stored), pieces))
@@ -135,23 +137,23 @@ class StepLocator(Locator):
         if numel != wanted or (pieces and not chunks):
             tensor = self.tensor(number)
             raise CorruptCheckpoint(
-                f"{self.folder}: {tensor.name}, of shape {list(tensor.shape)}: the ranks' indexes "
-                f"have {numel} of {wanted} elements: the step is damaged"
+                f"{self.folder}: {tensor.name} (shape {list(tensor.shape)}): the ranks' indexes "
+                f"list only {numel} of {wanted} elements. The step is corrupt; use an older one."
             )
         return tuple(chunks)
 
     def _placed(self, rank: int, number: int) -> Sequence[Placed]:
-        """List a rank's boxes of a tensor."""
+        """Return the boxes of a tensor that a rank saved."""
         index = self.indexes[rank]
         if number >= len(self.index.tensors):
             return index.own_tensors[self.tensor(number).name].placed
         return index.placed.get(number, ())
 
     def open(self, ranks: Iterable[int], threads: int) -> Listing:
-        """List the files of all ranks; these ranks' after a check that they are as written.
+        """List the files of all ranks; check the sizes of those of the given ranks.
 
         Raises:
-            CorruptCheckpoint: a file is gone, or has another size.
+            CorruptCheckpoint: a file is missing, or has a wrong size.
         """
         storage = storage_for(self.folder)
         paths = [join_path(self.folder, data_name(rank)) for rank in range(len(self.files))]
@@ -160,11 +162,15 @@ class StepLocator(Locator):
         def look(rank: int) -> None:
             info = storage.find(paths[rank])
             if info is None:
-                raise CorruptCheckpoint(f"{paths[rank]}: is missing, but {MANIFEST} lists it")
+                raise CorruptCheckpoint(
+                    f"{paths[rank]}: is missing, but {MANIFEST} lists it. Restore it from a copy, "
+                    "or use an older step."
+                )
             if info.size != infos[rank].size:
                 raise CorruptCheckpoint(
-                    f"{paths[rank]}: has {info.size} bytes, {MANIFEST} says {infos[rank].size}: "
-                    "the file is truncated or was written to"
+                    f"{paths[rank]}: has {info.size} bytes, but {MANIFEST} lists "
+                    f"{infos[rank].size}. The file was truncated or changed; restore it from a "
+                    "copy, or use an older step."
                 )
             infos[rank] = info
 
@@ -174,7 +180,7 @@ class StepLocator(Locator):
 
 
 class Opened(NamedTuple):
-    """A step whose indexes were read."""
+    """A step, and its indexes that were read."""
 
     listing: Listing
     indexes: Mapping[int, RankIndex]
@@ -183,7 +189,7 @@ class Opened(NamedTuple):
 def locator_of(
     storage: Storage, folder: str, ranks: Sequence[RankFiles], data: bytes
 ) -> StepLocator:
-    """Read which tensors a step has, and whose they are.
+    """Read which tensors a step has, and which ranks saved them.
 
     Args:
         storage: where the folder is.
@@ -192,7 +198,7 @@ def locator_of(
         data: bytes of its index.
 
     Raises:
-        CorruptCheckpoint, CheckpointError: as for `read_indexes`, or the step's index is damaged.
+        CorruptCheckpoint, CheckpointError: as for `read_indexes`, or the step's index is corrupt.
     """
     index = parse(data, join_path(folder, INDEX), ranks)
     owners = read_indexes(storage, folder, ranks, index, index.owners)
@@ -203,7 +209,7 @@ def locator_of(
 
 
 def own_tensors_of(rank: int, index: RankIndex) -> list[IndexedTensor]:
-    """List the tensors that only one rank has."""
+    """Return the tensors that only one rank has."""
     own_tensors = index.own_tensors.items()
     return [
         IndexedTensor(name, tensor.shape, tensor.dtype, (rank,)) for name, tensor in own_tensors
@@ -217,7 +223,7 @@ def list_step(storage: Storage, folder: str, ranks: Sequence[RankFiles], data: b
         storage, folder, ranks, data: as for `locator_of`.
 
     Raises:
-        CorruptCheckpoint, LoadError: an index is damaged, or a file is gone or has another size.
+        CorruptCheckpoint, LoadError: an index is corrupt, or a file is missing or has a wrong size.
     """
     locator = locator_of(storage, folder, ranks, data)
     locator.read(range(len(ranks)), REQUESTS)
@@ -225,13 +231,13 @@ def list_step(storage: Storage, folder: str, ranks: Sequence[RankFiles], data: b
 
 
 def open_step(storage: Storage, folder: str, manifest: Manifest) -> Opened:
-    """List every tensor of a committed step, by its manifest."""
+    """List every tensor of a committed step, from its manifest."""
     data = read_index(storage, folder, manifest)
     return list_step(storage, folder, manifest.ranks, data)
 
 
 def _number_of(stored: StoredTensor) -> int:
-    """Return the number of a tensor that is listed by its shape."""
+    """Return the number of a tensor that is listed only by its shape."""
     return stored.chunks[0].offset // SPACING
 
 

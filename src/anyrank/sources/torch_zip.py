@@ -1,10 +1,10 @@
-"""Files in the format of `torch.save`, planned around payloads that are not moved.
+"""Files in the format of `torch.save`, planned around payloads that stay where they are.
 
-A file is a zip of stored records: a pickle, and one record for each storage, aligned to 64 bytes.
-Only the zip's headers and directory are built here; payloads are written from where they are.
-`torch.distributed.checkpoint` keeps each piece of a tensor as a small file of this kind. The
-payloads' CRC-32s are left out, as with `torch.serialization.set_crc32_options(False)`: torch does
-not check them.
+A file is a zip of uncompressed records: a pickle, and one record per storage, aligned to 64 bytes.
+Only the headers and the directory of the zip are built here; payloads are written from where they
+are. `torch.distributed.checkpoint` keeps each piece of a tensor as a small file of this kind. The
+CRC-32s of payloads are omitted, as with `torch.serialization.set_crc32_options(False)`, because
+torch does not check them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ MOST_32 = 0xFFFFFFFF  # means "in the 64-bit record"
 MOST_16 = 0xFFFF
 UTF8 = 0x0800
 ROOT = "archive"
-KEPT_CONFIG = "quantization_config.json"  # a record of files of `convert`; torch reads over it
-STORAGES = {  # torch's storage classes, of which only the dtype matters
+KEPT_CONFIG = (
+    "quantization_config.json"  # a record in files that `convert` writes; torch ignores it
+)
+STORAGES = {  # torch's storage classes, which only tell the dtype
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -48,7 +50,7 @@ LEGACY_STORAGES = {kind: name for name, kind in STORAGES.items() if not name.sta
 
 
 def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes before and after the payload of one row-major tensor.
+    """Return the bytes before and after the payload of one row-major tensor.
 
     Args:
         nbytes: size of the payload.
@@ -56,7 +58,7 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
         dtype: dtype of the tensor.
 
     Returns:
-        Head and tail. If written at a multiple of 64 bytes, the head ends at one.
+        Head and tail. If the head is written at a multiple of 64 bytes, it ends at one.
     """
     archive = TorchZip(b"\x80\x02" + tensor_opcodes(shape, dtype, "0") + b".")
     start = archive.reserve("data/0", nbytes)
@@ -67,7 +69,7 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
 
 @lru_cache(maxsize=4096)
 def wrapped_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that precede a row-major tensor's payload in its zip, and those from there on."""
+    """Return the bytes before a row-major tensor's payload in its zip, and the bytes after it."""
     nbytes = torch.Size(sizes).numel() * dtype.itemsize
     head, tail = wrap(nbytes, sizes, dtype)
     return len(head), nbytes + len(tail)
@@ -75,13 +77,13 @@ def wrapped_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]
 
 @dataclass
 class TorchZip:
-    """Headers and directory of a zip of stored records, with 64-bit records where needed.
+    """Headers and directory of a zip of uncompressed records, with 64-bit fields if needed.
 
     Attributes:
         pickled: the first record.
-        quantization: the record of how the weights are quantized, as JSON; empty for none.
+        quantization: the record that says how the weights are quantized, as JSON; empty for none.
         size: bytes so far.
-        fixed: offset and bytes of everything but the reserved records.
+        fixed: offset and bytes of everything except the reserved records.
     """
 
     pickled: bytes
@@ -98,7 +100,7 @@ class TorchZip:
             self._put(data)
 
     def reserve(self, name: str, nbytes: int) -> int:
-        """Reserve a record to be filled; return the start of its bytes, a multiple of 64."""
+        """Reserve a record to be filled; return the offset of its bytes, a multiple of 64."""
         self._open(name, nbytes, 0, ALIGN)
         start = self.size
         self.size += nbytes
@@ -143,7 +145,7 @@ class TorchZip:
 
 
 def tensor_opcodes(shape: Sequence[int], dtype: torch.dtype, storage_key: str) -> bytes:
-    """The opcodes that push a row-major tensor over a storage, in protocol 2."""
+    """Return the pickle opcodes that push a row-major tensor on a storage, in protocol 2."""
     legacy = LEGACY_STORAGES.get(dtype)
     numel = torch.Size(shape).numel()
     stored = numel if legacy else numel * dtype.itemsize
@@ -164,5 +166,5 @@ def _global(module: str, name: str) -> bytes:
 
 
 def value_opcodes(value: object) -> bytes:
-    """The opcodes that push a plain value, without the frame around them."""
+    """Return the pickle opcodes that push a plain value, without the frame around them."""
     return pickle.dumps(value, 2)[2:-1]

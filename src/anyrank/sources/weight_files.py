@@ -1,4 +1,4 @@
-"""Lists weight files, by the ending of their names or else by their first bytes.
+"""Lists weight files, whose format is known by their ending or by their first bytes.
 
 CONTRIBUTING.md says how to add a format.
 """
@@ -17,7 +17,7 @@ from anyrank.sources.endings import FILES, format_of
 from anyrank.sources.readers import torch_file
 from anyrank.sources.readers.first_bytes import what_it_is
 
-HEAD_BYTES = 9  # enough to recognize files with other endings
+HEAD_BYTES = 9  # enough to recognize files with unknown endings
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FileFormat:
 
     Attributes:
         list_file: reads a file's headers.
-        is_head: tells whether a file that begins with these bytes has this format.
+        is_head: returns whether a file that starts with these bytes has this format.
     """
 
     list_file: Callable[[Storage, str], Listing]
@@ -40,11 +40,11 @@ FORMATS = {
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """List the tensors of one file of any of these formats.
+    """List the tensors of one file.
 
     Raises:
-        LoadError: it has none of these formats.
-        UnsafeFile: a header that lies, or a pickle that would run code.
+        LoadError: the file has none of these formats.
+        UnsafeFile: a header with impossible sizes, or a pickle that would run code.
     """
     with saying_what_it_is(storage, path):
         name = format_of(path)
@@ -54,11 +54,11 @@ def list_file(storage: Storage, path: str) -> Listing:
 
 @contextmanager
 def saying_what_it_is(storage: Storage, path: str) -> Generator[None]:
-    """Explain a file that could not be read, if its first bytes tell what it is.
+    """Turn an error in the block into one that says what the file is, if its first bytes show it.
 
     Raises:
-        LoadError, UnsafeFile: like the error inside, but with the file's kind instead of its
-            details.
+        LoadError, UnsafeFile: the class of the error in the block, with the kind of the file
+            instead of its details.
     """
     try:
         yield
@@ -75,4 +75,6 @@ def _by_head(storage: Storage, path: str) -> FileFormat:
     for file_format in FORMATS.values():
         if file_format.is_head(head):
             return file_format
-    raise LoadError(f"{path}: unknown format; anyrank reads {', '.join(FILES)} and folders of them")
+    raise LoadError(
+        f"{path}: unknown format. anyrank reads {', '.join(FILES)} and folders of them."
+    )

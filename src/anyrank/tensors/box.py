@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned pieces of a tensor, by offsets and sizes in the global tensor."""
+"""Boxes: rectangular parts of a tensor, by offsets and sizes in the global tensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d; one if 0-d."""
+    """Elements `offsets[d] <= i[d] < offsets[d] + sizes[d]` in every dim d; the one of a 0-d
+    tensor.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape; many tensors of one shape share it."""
+        """Return the box that covers a tensor of this shape; tensors of the same shape share it."""
         return _whole(tuple(shape))
 
     @property
@@ -27,7 +29,7 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None when it has no elements."""
+        """Return the common part, or None if it has no elements."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + m, b + n) - o
@@ -51,7 +53,7 @@ class Box:
         return Box(self.offsets[::-1], self.sizes[::-1])
 
     def split(self, dim: int, rows: int) -> Iterator[Box]:
-        """Consecutive parts of at most `rows` rows along one dim."""
+        """Cut the box into consecutive parts of at most `rows` rows along one dim."""
         for low in range(0, self.sizes[dim], rows):
             offsets, sizes = list(self.offsets), list(self.sizes)
             offsets[dim] += low
@@ -59,12 +61,12 @@ class Box:
             yield Box(tuple(offsets), tuple(sizes))
 
     def cut(self, most: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
-        """Parts of at most `most` elements (at least one), of whole rows first.
+        """Cut the box into parts of at most `most` elements (at least one), whole rows if possible.
 
         Args:
-            most: elements.
-            strides: strides of the elements in memory, which also order the parts. Default:
-                row-major.
+            most: limit of a part, in elements.
+            strides: strides of the elements in memory, which also determine the order of the parts.
+                Default: row-major.
         """
         if self.numel <= max(1, most):
             yield self
@@ -76,12 +78,12 @@ class Box:
             yield from part.cut(most, strides)
 
     def slices(self) -> tuple[slice, ...]:
-        """Index for the elements of this box in a tensor that starts at the global origin."""
+        """Return the index of this box's elements in a tensor that starts at the global origin."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
 
 class BoxIndex:
-    """Finds the boxes, among many, that share elements with another box.
+    """Finds those of many boxes that share elements with a given box.
 
     Boxes are looked up by their offsets in one dim, the one in which most of them differ, so that
     the overlaps of the ranks' boxes with the files' chunks are found without comparing every pair.
@@ -96,10 +98,10 @@ class BoxIndex:
         self.order = sorted(range(len(boxes)), key=lambda n: boxes[n].offsets[self.dim])
         self.starts = [boxes[n].offsets[self.dim] for n in self.order]
         stops = (boxes[n].offsets[self.dim] + boxes[n].sizes[self.dim] for n in self.order)
-        self.stops = list(accumulate(stops, max))  # no box up to a position goes further
+        self.stops = list(accumulate(stops, max))  # no box up to a position ends later
 
     def common(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Position of each box that shares elements with this one, and the shared elements."""
+        """Yield the position of each box that overlaps this one, and the shared elements."""
         near = range(len(self.boxes))
         if self.dim >= 0:
             start = box.offsets[self.dim]
@@ -118,7 +120,7 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor."""
     return _row_major(tuple(sizes))
 
 

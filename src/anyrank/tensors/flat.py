@@ -1,4 +1,4 @@
-"""Tensors whose elements lie flat, in row-major order, spread over several tensors."""
+"""Tensors whose elements are stored flat, in row-major order, in several other tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """A range of a tensor's elements in row-major order, as boxes, with their starts in the range.
+    """Cut a row-major range of a tensor's elements into boxes, with their starts in the range.
 
-    At most two boxes for each dim but the last, and each is contiguous in the range.
+    There are at most two boxes for each dim except the last, and each is contiguous in the range.
     """
     shape, ndim = tuple(shape), len(shape)
 
@@ -47,7 +47,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tupl
 def assembled(
     name: str, shape: tuple[int, ...], parts: Sequence[tuple[StoredTensor, int, int]]
 ) -> StoredTensor:
-    """A tensor whose elements lie one after another in parts of flat stored tensors.
+    """Return a tensor whose elements lie one after the other in parts of flat stored tensors.
 
     Args:
         name: the tensor's name.
@@ -55,7 +55,7 @@ def assembled(
         parts: flat tensor, first element in it, and number of elements; in order.
 
     Raises:
-        ValueError: the parts have another number of elements than the tensor, or several dtypes.
+        ValueError: the parts do not have as many elements as the tensor, or have several dtypes.
     """
     chunks: list[Chunk] = []
     position = 0
@@ -72,6 +72,6 @@ def assembled(
     dtypes = {source.dtype for source, _, _ in parts}
     if position != math.prod(shape) or len(dtypes) != 1:
         raise ValueError(
-            f"its parts have {position} elements, and its shape {list(shape)} another number"
+            f"its parts have {position:,} elements, which does not match its shape {list(shape)}"
         )
     return StoredTensor(name, shape, dtypes.pop(), tuple(chunks))

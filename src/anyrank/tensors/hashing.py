@@ -1,4 +1,4 @@
-"""Hashes of names and of many numbers that are equal on every machine, Python and torch."""
+"""Hashes of names and numbers that are the same on every machine, with every Python and torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 def derive(*parts: int | str, size: int = 8) -> int:
-    """A number of `size` bytes that depends on all parts, their types and their order."""
+    """Return a number of `size` bytes that depends on all parts, their types and their order."""
     digest = blake2b(repr(parts).encode(), digest_size=size).digest()
     return int.from_bytes(digest, "little")
 
 
 def mix64(values: torch.Tensor) -> torch.Tensor:
-    """splitmix64 of each value (Steele, Lea, Flood 2014): a bijection of int64 that mixes well."""
+    """Return splitmix64 of each value (Steele, Lea, Flood 2014), a mixing bijection of int64."""
     return mix64_(values.clone())
 
 
 def mix64_(values: torch.Tensor) -> torch.Tensor:
-    """`mix64` in place, which is several times as fast for many values."""
+    """Do what `mix64` does, in place; for many values this is several times as fast."""
     values += 0x9E3779B97F4A7C15 - (1 << 64)
     values ^= _shift(values, 30)
     values *= 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -30,12 +30,12 @@ def mix64_(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Right shift that fills with zeros, as for unsigned numbers."""
+    """Shift right and fill with zeros, as for unsigned numbers."""
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def signed(number: int) -> int:
-    """The int64 with the bits of a number in [0, 2 ** 64)."""
+    """Return the int64 with the bits of a number in [0, 2 ** 64)."""
     return number - (1 << 64) if number >> 63 else number
 
 

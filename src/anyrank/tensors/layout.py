@@ -1,7 +1,7 @@
 """Computes, from placements on a mesh, the pieces of a tensor that each rank holds.
 
-Only public attributes are read (shape, `device_mesh`, `placements`), and the arithmetic is our own,
-because torch's own helpers differ between versions and give one rectangle where there are several.
+Only public attributes are read (shape, `device_mesh`, `placements`). The arithmetic is our own,
+because torch's helpers differ between versions, and return one rectangle where there are several.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Placement:
     Attributes:
         kind: "replicate" or "shard".
         split_factor: the number of parts of later cuts of the same dim that this cut reaches across
-            (`_StridedShard`); 1 for an ordinary cut. for an ordinary cut.
+            (`_StridedShard`); 1 for an ordinary cut.
     """
 
     kind: Literal["replicate", "shard"]
@@ -40,7 +40,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class IntervalShard(Placement):
-    """A cut into given parts instead of even chunks; nothing else cuts this dim.
+    """A cut into explicit parts instead of even chunks; no other placement cuts this dim.
 
     Attributes:
         intervals: for each position on the mesh axis, the intervals of the dim that it holds, in
@@ -55,31 +55,31 @@ class IntervalShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of the global tensor and where it starts in the rank's local tensor."""
+    """One box of the global tensor, and where it starts in the rank's local tensor."""
 
     box: Box
     local: tuple[int, ...]
 
     def part(self, box: Box) -> Piece:
-        """The piece, limited to a box within it."""
+        """Return the piece, limited to a box within it."""
         if box == self.box:
             return self
         inside = box.relative_to(self.box.offsets).shifted(self.local)
         return Piece(box, inside.offsets)
 
     def local_slices(self) -> tuple[slice, ...]:
-        """Index of the box in the rank's local tensor."""
+        """Return the index of the box in the rank's local tensor."""
         return Box(self.local, self.box.sizes).slices()
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies on a mesh, independent of the ranks in the mesh.
+    """How a tensor is laid out on a mesh, independent of the ranks in the mesh.
 
     Attributes:
         mesh_shape: sizes of the mesh axes.
         placements: one for each mesh axis.
-        is_given: whether it comes from `layout=`, and torch knows nothing of it.
+        is_given: whether it comes from `layout=`, so that torch does not know it.
     """
 
     mesh_shape: tuple[int, ...]
@@ -87,16 +87,16 @@ class Layout:
     is_given: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
-        """Short, "S0 on 4"; different for layouts that differ."""
+        """Return a short text, "S0 on 4"; different layouts have different texts."""
         if self == GIVEN_BOXES:
             return "given boxes"
         sizes = "x".join(map(str, self.mesh_shape))
         return f"{','.join(map(str, self.placements))} on {sizes}"
 
     def in_words(self) -> str:
-        """The layout as reports show it: "sharded on dim 0 over 4", "replicated over 2, ..."."""
+        """Return the layout as in reports: "sharded on dim 0 over 4", "replicated over 2, ..."."""
         if self == GIVEN_BOXES:
-            return "in boxes of its own"
+            return "in explicit boxes"
         axes = [
             (f"sharded on dim {axis.dim}" if axis.kind == "shard" else "replicated", size)
             for axis, size in zip(self.placements, self.mesh_shape, strict=True)
@@ -105,7 +105,7 @@ class Layout:
 
 
 GIVEN_BOXES = Layout((), ())
-"""The layout of tensors that list the boxes they hold themselves.
+"""The layout of tensors that list the boxes that they hold.
 
 A rank's coordinate is then one tuple: the shape of its local tensor, and for each box its start in
 the global tensor, its start in the local one, and its sizes.
@@ -115,10 +115,10 @@ the global tensor, its start in the local one, and its sizes.
 def local_pieces(
     shape: Sequence[int], layout: Layout | None, coordinate: Sequence[int] | None
 ) -> tuple[Piece, ...]:
-    """The boxes at a mesh coordinate, in the order in which they lie in the local tensor.
+    """Return the pieces at a mesh coordinate, in the order in which they lie in the local tensor.
 
-    Without a layout the tensor is held whole; without a coordinate the rank is outside the mesh and
-    holds nothing.
+    Without a layout, the tensor is held whole. Without a coordinate, the rank is outside the mesh
+    and holds nothing.
     """
     if layout is None:
         return _whole(tuple(shape))
@@ -151,7 +151,7 @@ def _whole(shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def local_shape(
     shape: Sequence[int], layout: Layout | None, coordinate: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Shape of the local tensor that the pieces fill."""
+    """Return the shape of the local tensor that the pieces fill."""
     if layout is None:
         return tuple(shape)
     if coordinate is None:
@@ -188,9 +188,9 @@ def dim_intervals(dim: int, size: int, layout: Layout, coordinate: Sequence[int]
 def _cut_order(dim: int, layout: Layout) -> list[tuple[int, int]]:
     """Mesh axes that cut `dim`, with their split factor, in order of application.
 
-    A strided cut whose factor equals the product of the later cuts of this dim means that those
-    were applied first (FSDP over TP). Then both are ordinary cuts, which is exact for uneven sizes
-    too, where the strided formula sends rows to the wrong TP rank.
+    If the factor of a strided cut equals the product of the later cuts of this dim, those were
+    applied first (FSDP over TP). Then both are ordinary cuts. This is exact for uneven sizes too,
+    for which the strided formula sends rows to the wrong TP rank.
     """
     axes = [
         (axis, p) for axis, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim
@@ -207,14 +207,14 @@ def _cut_order(dim: int, layout: Layout) -> list[tuple[int, int]]:
 
 
 def _nth_chunk(length: int, number: int, index: int) -> Interval:
-    """torch.chunk's piece: ceil(length / number) each, the last ones short or empty."""
+    """Return torch.chunk's interval: ceil(length / number) each, the last ones short or empty."""
     size = -(-length // number) if length else 0
     start = min(index * size, length)
     return start, min(size, length - start)
 
 
 def _strided(intervals: list[Interval], factor: int, number: int, index: int) -> list[Interval]:
-    """Chunk `index` of each of `factor` equal parts, one after the other."""
+    """Return chunk `index` of each of `factor` equal parts, one after the other."""
     length = _length(intervals)
     parts: list[Interval] = []
     for part in range(factor):
@@ -229,7 +229,7 @@ def _length(intervals: list[Interval]) -> int:
 
 
 def _take(intervals: list[Interval], start: int, length: int) -> list[Interval]:
-    """Elements [start, start + length) of the sequence that the intervals spell."""
+    """Return elements [start, start + length) of the sequence that the intervals form."""
     parts: list[Interval] = []
     position = 0
     for first, size in intervals:

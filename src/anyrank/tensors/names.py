@@ -1,4 +1,4 @@
-"""Names: what wrappers add to them, and how a file's keys are matched to the model's tensors."""
+"""Names: what wrappers add to them, and how a source's keys are matched with a model's tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from anyrank.errors import LoadError
 
-# Segments that only a wrapper puts into a name.
+# Name segments that only a wrapper adds.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PEFT_PREFIX = "base_model.model."
 PEFT_SEGMENTS = frozenset({"base_layer", "original_module"})
@@ -16,19 +16,19 @@ _ADDED = re.compile("|".join((*WRAPPERS, *PEFT_SEGMENTS, r"^module\b", re.escape
 _OWN_FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.(?!weight$)[^.]+")
 _TRAINED_COPY = re.compile(r"\bmodules_to_save\.[^.]+\.")
 
-# The values that `rename=` takes, see `renamer` of sources/tables/renaming.py.
+# The types that `rename=` accepts; see `renamer` of sources/tables/renaming.py.
 Renaming = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 Rename = Renaming | None
 
 
 def candidates(key: str) -> Iterator[str]:
-    """Names that a file's key may stand for, the literal one first."""
+    """Yield the names that a key may stand for, the literal one first."""
     yield key
-    if not _ADDED.search(key):  # like most keys: the rest would find the same name
+    if not _ADDED.search(key):  # as for most keys: the rest would give the same name
         return
     parts = key.split(".")
     plain = [part for part in parts if part not in WRAPPERS]
-    while plain[:1] == ["module"]:  # of one wrapper around another: DDP, AveragedModel
+    while plain[:1] == ["module"]:  # one wrapper around another: DDP, AveragedModel
         yield ".".join(plain)
         plain = plain[1:]
     yield ".".join(plain)
@@ -37,37 +37,37 @@ def candidates(key: str) -> Iterator[str]:
 
 
 def is_of_adapter(key: str) -> bool:
-    """Return whether PEFT saved a key, so that it belongs to no model without PEFT."""
+    """Return whether a key was saved by PEFT, so that models without PEFT do not have it."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))
 
 
 def is_own_factor(key: str) -> bool:
-    """Return whether a key is a factor as a PEFT model names it: `up.lora_A.default.weight`."""
+    """Return whether a key has the name of a factor in a PEFT model: `up.lora_A.default.weight`."""
     return _OWN_FACTOR.search(key) is not None
 
 
 def is_of_base_layer(key: str) -> bool:
-    """Return whether a key belongs to the layer, in a PEFT model, that an adapter is added to."""
+    """Return whether a key belongs to a layer of a PEFT model to which an adapter is added."""
     return ".base_layer." in f".{key}"
 
 
 def is_trained_copy(key: str) -> bool:
-    """Return whether a key is in a module's copy that PEFT trains (`modules_to_save`)."""
+    """Return whether a key is in the copy of a module that PEFT trains (`modules_to_save`)."""
     return _TRAINED_COPY.search(key) is not None
 
 
-# A tensor of the model as the matcher sees it: for each place that has it (several if it is tied)
-# the names for the place, the best first.
+# A tensor of the model as the matcher sees it: for each place in the model that has it (several if
+# it is tied), the names of the place, the best first.
 TensorNames = tuple[tuple[str, ...], ...]
 
 
 @dataclass
 class TensorKeys:
-    """The match of tensors and keys.
+    """Which key fills which tensor.
 
     Attributes:
-        keys: index of the wanted tensor -> key in the file.
-        missing: indices of wanted tensors without a key.
+        keys: index of the tensor -> key in the source.
+        missing: indices of tensors without a key.
         unexpected: keys that fill nothing.
         duplicates: keys that a tied tensor did not need, with the key that filled it.
     """
@@ -81,11 +81,11 @@ class TensorKeys:
 def match_keys(
     wanted: Sequence[TensorNames], keys: Iterable[str], rename: Callable[[str], str]
 ) -> TensorKeys:
-    """Give each wanted tensor its key.
+    """Find the key of each tensor.
 
-    One key may fill several tensors that answer to the same name (a copy that an adapter keeps).
-    A key of an adapter fills only the adapter's copy, and takes precedence over a key of the base.
-    A tied tensor takes the key of its first place that has a key.
+    One key may fill several tensors that have the same name (such as a copy that an adapter keeps).
+    An adapter's key fills only the adapter's copy, and takes precedence over a key of the base. A
+    tied tensor takes the key of its first place that has a key.
 
     Raises:
         LoadError: two keys stand for the same place.
@@ -103,7 +103,7 @@ def match_keys(
     trained = {key: None for key, name in renamed.items() if _TRAINED_COPY.search(name)}
     first = {**adapters, **trained}
     for key in (*first, *(key for key in renamed if key not in first)):
-        hits = places.get(renamed[key])  # most keys are names: 3 us faster than `candidates`
+        hits = places.get(renamed[key])  # most keys are names; 3 us faster than `candidates`
         if hits is None:
             hits = next((places[n] for n in candidates(renamed[key]) if n in places), None)
         if hits is None:
@@ -119,7 +119,9 @@ def match_keys(
                 if is_copy and key not in adapters:
                     continue
                 name = wanted[hit[0]][hit[1]][0]
-                raise LoadError(f"both {filled[hit]} and {key} of the file mean {name}: rename one")
+                raise LoadError(
+                    f"{filled[hit]} and {key} of the source both mean {name}; rename one of them"
+                )
             filled[hit] = key
     for (index, _), key in sorted(filled.items()):
         used = result.keys.setdefault(index, key)
@@ -139,7 +141,7 @@ def match_keys(
 def _key_of_twin(
     index: int, want: TensorNames, places: dict[str, list[tuple[int, int]]], direct: dict[int, str]
 ) -> str | None:
-    """The key of the tensor that a wanted tensor copies: an adapter's trainable copy.
+    """Return the key of the tensor of which a tensor is an adapter's trainable copy.
 
     The adapter need not be active.
     """

@@ -1,4 +1,4 @@
-"""Hints: the name that a misspelled one may mean, and the prefix under which many would match."""
+"""Hints: the name that a misspelled one may mean, and the prefix that would match many keys."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import difflib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-NEIGHBORS = 10  # on each side, forwards and backwards, that are compared letter by letter
+NEIGHBORS = 10  # names on each side, in both orders, that are compared letter by letter
 
 
-STACK = 3  # modules with numbers in their names, or more
+STACK = 3  # the least number of modules with numbers in their names
 
 
 class Near:
-    """Hints at the most similar of many names; built once for many questions."""
+    """Hints at the most similar of many names; built once for many queries."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.forwards = sorted(names)
         self.backwards = sorted(name[::-1] for name in self.forwards)
 
     def hint(self, name: str) -> str:
-        """A hint at the most similar name, or nothing."""
+        """Return a hint at the most similar name, or nothing."""
         likely = _neighbors(self.forwards, name)
         likely += [other[::-1] for other in _neighbors(self.backwards, name[::-1])]
         close = difflib.get_close_matches(name, likely, n=1, cutoff=0.75)
@@ -28,12 +28,12 @@ class Near:
 
 
 def near(name: str, others: Sequence[str]) -> str:
-    """A hint at the most similar of a few names, or nothing."""
+    """Return a hint at the most similar of a few names, or nothing."""
     return Near(others).hint(name)
 
 
 def _neighbors(ordered: Sequence[str], name: str) -> list[str]:
-    """The names whose beginnings are most like another name's."""
+    """Return the names with the most similar beginnings."""
     position = bisect_left(ordered, name)
     return list(ordered[max(0, position - NEIGHBORS) : position + NEIGHBORS])
 
@@ -42,13 +42,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
-    """Changes of prefix that would place most of the unused keys.
+    """Find the changes of prefix that would match most of the unused keys.
 
-    Each is the keys' prefix, the names' prefix in its place, and the number of keys it places.
-    Several are alternatives. A change counts if it places at least half of the keys and most of the
-    names below its prefix, each with its own shape. The names agree but for a prefix that one side
-    has more, or are a stack of layers by another name: else a head of the same shapes, as BERT's
-    for masked words, would be taken for a pooler.
+    Each is the prefix of the keys, the prefix of the names in its place, and the number of keys
+    that it matches. Several changes are alternatives. A change counts if it matches at least half
+    of the keys and most of the names below its prefix, with the same shapes. In addition, the names
+    must be the same except for a prefix that only one side has, or be a stack of layers under a
+    different name; otherwise a head of the same shapes, such as BERT's for masked words, would be
+    taken for a pooler.
     """
     prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
     for name in names:
@@ -81,20 +82,20 @@ def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
 
 
 def _agree_but_for_a_prefix(old: str, new: str) -> bool:
-    """Return whether one of two prefixes ends with the whole of the other one."""
+    """Return whether one of two prefixes ends with the other one."""
     longer, shorter = sorted((old, new), key=len, reverse=True)
     return f".{longer}".endswith(f".{shorter}") if shorter else True
 
 
 def _is_stack(ends: Sequence[str]) -> bool:
-    """Return whether names lie in several numbered layers, which no part repeats by chance."""
+    """Return whether names are in several numbered layers, which does not happen by chance."""
     numbered = {end.partition(".")[0] for end in ends}
     modules = {end.rpartition(".")[0] for end in ends}
     return len(modules) >= STACK and all(number.isdigit() for number in numbered)
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """(before, end) at every dot, the longest end first; before keeps its last dot."""
+    """Yield (before, end) at every dot, the longest end first; before keeps its last dot."""
     start = 0
     while True:
         yield name[:start], name[start:]

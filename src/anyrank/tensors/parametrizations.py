@@ -1,4 +1,4 @@
-"""Names of the parts in which torch's norms keep one tensor: weight_norm and spectral_norm."""
+"""Names of the parts in which weight_norm and spectral_norm of torch keep one tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PARAMETRIZED = re.compile(r"(?:^|(?<=\.))parametrizations\.([^.]+)\.(.+)$")
 
 
 def renamed_parts(names: Collection[str]) -> dict[str, str]:
-    """Names of parts of tensors -> their names in the other of torch's two forms."""
+    """Map names of parts of tensors to their names in the other one of torch's two forms."""
     return {name: new for name, (_, new) in _parts(names).items() if new}
 
 
 def wholes(names: Collection[str]) -> dict[str, list[str]]:
-    """Names of tensors that are kept in parts -> the names of their parts."""
+    """Map names of tensors that are kept in parts to the names of their parts."""
     by_whole: dict[str, list[str]] = {}
     for name, (whole, _) in _parts(names).items():
         by_whole.setdefault(whole, []).append(name)
@@ -30,7 +30,7 @@ def wholes(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def as_pairs(renamed: Mapping[str, str]) -> list[tuple[str, str]] | dict[str, str]:
-    """The shortest `rename=` for a result of `renamed_parts`: a regex for each kind of part."""
+    """Return the shortest `rename=` for a result of `renamed_parts`: a regex per kind of part."""
     ends: dict[str, str] = {}
     for name, new in renamed.items():
         start = len(_common_path(name, new))
@@ -40,7 +40,7 @@ def as_pairs(renamed: Mapping[str, str]) -> list[tuple[str, str]] | dict[str, st
 
 
 def _parts(names: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Names of parts -> the tensor that they belong to, and their names in the other form."""
+    """Map names of parts to their tensor's name, and to their names in the other form."""
     pairs: dict[str, tuple[str, str]] = {}
     known = {*names}
     for name in names:
@@ -61,7 +61,7 @@ def _parts(names: Collection[str]) -> dict[str, tuple[str, str]]:
 
 
 def _common_path(name: str, other: str) -> str:
-    """The text up to the last dot before which two names are the same."""
+    """Return the path that two names have in common, up to and including its last dot."""
     parts = [a == b for a, b in zip(name.split("."), other.split("."), strict=False)]
     count = parts.index(False) if False in parts else len(parts)
     return "".join(f"{part}." for part in name.split(".")[:count])

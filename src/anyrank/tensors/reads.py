@@ -1,4 +1,4 @@
-"""Plans what to read: boxes wanted x chunks stored -> reads -> blocks of bytes. Pure."""
+"""Plans what to read: requested boxes x stored chunks -> reads -> blocks of bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from anyrank.tensors.box import Box, BoxIndex
 from anyrank.tensors.layout import Piece
 from anyrank.tensors.spec import Chunk, StoredTensor
 
-GAP_BYTES = 64 << 10  # reading a hole this small is cheaper than a second call to slow storage
+GAP_BYTES = 64 << 10  # reading a gap this small is cheaper than a second call to slow storage
 
 
-@dataclass(slots=True)  # frozen, objects that each tensor needs would take four times as long
+@dataclass(slots=True)  # not frozen, which would take four times as long
 class Read:
-    """A box that one chunk holds and one rank wants.
+    """A box that one chunk holds and one rank needs.
 
     Attributes:
         stored: the stored tensor.
@@ -37,7 +37,7 @@ class Read:
         return self.box.numel * self.stored.dtype.itemsize
 
     def view_of(self, local: torch.Tensor) -> torch.Tensor:
-        """The box's view of the rank's local tensor, which may be all of it."""
+        """Return the view of the rank's local tensor that the box covers."""
         if local.shape == self.box.sizes:
             return local
         return local[Box(self.local, self.box.sizes).slices()]
@@ -51,14 +51,14 @@ class Read:
 
 @dataclass(slots=True)
 class Block:
-    """A read small enough to stage: its bytes lie in [start, stop) of the chunk's file.
+    """A read that is small enough to stage: its bytes lie in [start, stop) of the chunk's file.
 
     Attributes:
         read: the read that it belongs to.
-        start: byte offset of the first wanted element.
-        stop: byte offset after the last wanted element.
-        strides: strides of the wanted elements inside the byte range, in elements.
-        dense: whether the range holds the wanted elements row-major and nothing else.
+        start: byte offset of the first element to read.
+        stop: byte offset after the last element to read.
+        strides: strides of these elements inside the byte range, in elements.
+        dense: whether the range holds these elements in row-major order and nothing else.
     """
 
     read: Read
@@ -71,18 +71,18 @@ class Block:
 def plan_reads(
     stored: StoredTensor, pieces: Sequence[Piece], chunks: BoxIndex | None = None
 ) -> list[Read]:
-    """Reads that fill the pieces, each wanted element exactly once.
+    """Return the reads that fill the pieces, each element exactly once.
 
     Args:
         stored: the tensor.
-        pieces: the pieces of it that are wanted.
-        chunks: index of its chunks' boxes, for callers that plan several times.
+        pieces: its pieces to read.
+        chunks: index of the boxes of its chunks, for callers that plan several times.
 
     Raises:
-        LoadError: the chunks leave a part of a piece uncovered, or cover it twice.
+        LoadError: the chunks do not cover a part of a piece, or cover it twice.
     """
     if len(pieces) == len(stored.chunks) == 1 and pieces[0].box == stored.chunks[0].box:
-        chunk = stored.chunks[0]  # held whole and stored whole, like most small tensors
+        chunk = stored.chunks[0]  # held whole and stored whole, as most small tensors are
         return [Read(stored, chunk, chunk.box, pieces[0].local)]
     reads: list[Read] = []
     chunks = chunks or BoxIndex([chunk.box for chunk in stored.chunks])
@@ -95,8 +95,9 @@ def plan_reads(
     total = sum(read.box.numel for read in reads)
     if wanted != total:
         raise LoadError(
-            f"{stored.name}: the file's chunks hold {total} of the {wanted} elements wanted here, "
-            f"of shape {list(stored.shape)}: the checkpoint is incomplete or its index is wrong"
+            f"{stored.name}: the chunks in the source hold {total} of the {wanted} elements that "
+            f"this rank needs (shape {list(stored.shape)}). The checkpoint is incomplete, or its "
+            "index is wrong."
         )
     return reads
 
@@ -104,9 +105,9 @@ def plan_reads(
 def blocks(read: Read, most_bytes: int, gap_bytes: int = GAP_BYTES) -> Iterator[Block]:
     """Cut a read into blocks whose byte range is at most `most_bytes` long, in file order.
 
-    Rows with a hole of more than `gap_bytes` between them are separate blocks. A dense read of
-    any length is one block, because it can go straight to its destination; the reader cuts it where
-    it must be staged.
+    Rows with a gap of more than `gap_bytes` between them are separate blocks. A dense read of any
+    length is one block, because it can go straight to its destination; the reader cuts it if it
+    must be staged.
     """
     itemsize = read.stored.dtype.itemsize
     first = read.chunk.element_offset(read.box)
@@ -134,7 +135,7 @@ def cut_dense(block: Block, most_bytes: int) -> Iterator[Block]:
 
 
 def _cut(read: Read, most_bytes: int, gap_bytes: int) -> Iterator[Read]:
-    """Slices along the dim with the longest stride, as many rows each as fit."""
+    """Cut a read along the dim with the longest stride, into parts of as many rows as fit."""
     sizes, strides = read.box.sizes, read.chunk.strides
     dim = _outer_dim(read)
     row = _extent((*sizes[:dim], 1, *sizes[dim + 1 :]), strides) * read.stored.dtype.itemsize
@@ -146,13 +147,13 @@ def _cut(read: Read, most_bytes: int, gap_bytes: int) -> Iterator[Read]:
 
 
 def _outer_dim(read: Read) -> int:
-    """The dim with the longest stride."""
+    """Return the dim that has the longest stride."""
     dims = (dim for dim, size in enumerate(read.box.sizes) if size > 1)
     return max(dims, key=lambda dim: read.chunk.strides[dim])
 
 
 def _gap(read: Read) -> int:
-    """Bytes between two rows along the dim with the longest stride."""
+    """Return the number of bytes between two rows along the dim with the longest stride."""
     sizes, strides = read.box.sizes, read.chunk.strides
     dim = _outer_dim(read)
     row = _extent((*sizes[:dim], 1, *sizes[dim + 1 :]), strides)
@@ -160,7 +161,7 @@ def _gap(read: Read) -> int:
 
 
 def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both included."""
+    """Return the number of elements from the first to the last, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 

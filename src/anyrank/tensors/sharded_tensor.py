@@ -1,4 +1,4 @@
-"""Tensors in memory as the ranks hold them: global shape, layout, and who holds what."""
+"""Tensors in memory, as the ranks hold them: global shape, layout, and which rank holds what."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Members: TypeAlias = "tuple[int, ...]"  # global ranks that hold the same part o
 
 @dataclass
 class ShardedTensor:
-    """One tensor that the ranks hold, each its share or each the whole.
+    """One tensor that the ranks hold, each its share or all of it.
 
     Attributes:
         name: the name in errors and reports.
         tensor: a plain tensor or DTensor, real or on meta.
         shape: global shape.
-        layout: how it lies on the ranks, or None for a tensor that each rank holds whole.
-        coordinate: where this rank is in the layout's mesh; None outside it.
+        layout: how it is laid out on the ranks; None for a tensor that every rank holds whole.
+        coordinate: coordinate of this rank in the layout's mesh; None outside it.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ShardedTensor:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part that this rank holds."""
+        """The shape of the part that this rank holds."""
         return local_shape(self.shape, self.layout, self.coordinate)
 
     @property
@@ -64,7 +64,7 @@ class ShardedTensor:
         return sum(piece.box.numel for piece in self.pieces)
 
     def local(self) -> torch.Tensor:
-        """This rank's memory, to be written to in place."""
+        """Return this rank's memory, to be written to in place."""
         tensor: Any = self.tensor
         if not self.is_dtensor:
             return values_of(tensor)
@@ -75,14 +75,14 @@ class ShardedTensor:
 
     @property
     def is_dtensor(self) -> bool:
-        """Return whether the tensor knows its layout itself; otherwise it is the local part."""
+        """True if `tensor` is a DTensor, which knows its layout; otherwise it is the local part."""
         return self.layout is not None and hasattr(self.tensor, "placements")
 
 
 def describe(tensors: Sequence[ShardedTensor]) -> list[str]:
-    """Describe what must be equal on all ranks for each tensor: name, shape, dtype and layout."""
+    """Describe what must be the same on every rank: each tensor's name, shape, dtype and layout."""
     rows: list[str] = []
-    texts: dict[Any, str] = {}  # many tensors differ only in their names; layouts by identity
+    texts: dict[Any, str] = {}  # many tensors differ only in name; layouts are compared by identity
     for tensor in tensors:
         key = tensor.shape, tensor.tensor.dtype, id(tensor.layout)
         text = texts.get(key)
@@ -94,15 +94,16 @@ def describe(tensors: Sequence[ShardedTensor]) -> list[str]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of in-place changes of a tensor; torch has no public name for it.
+    """Return the number of in-place changes of a tensor; torch has no public name for it.
 
-    Writes to a DTensor count on it, not on its local part; an inference tensor counts none.
+    Writes to a DTensor are counted on the DTensor, not on its local part; an inference tensor
+    counts none.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_released(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's storage lacks its elements: touching them ends the process."""
+    """Return whether a tensor's storage was freed: then a read of its elements ends the process."""
     if not tensor.numel() or tensor.is_meta:
         return False
     tensor = values_of(tensor)
@@ -113,18 +114,18 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One rank's mesh coordinates: the distinct ones, and the one that each tensor has."""
+    """One rank's mesh coordinates: the distinct ones, and which of them each tensor has."""
 
     distinct: tuple[tuple[int, ...] | None, ...]
     which: tuple[int, ...]
 
     def coordinate(self, index: int) -> tuple[int, ...] | None:
-        """The coordinate of a tensor in its mesh."""
+        """Return the coordinate of a tensor in its mesh."""
         return self.distinct[self.which[index]]
 
 
 def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
-    """This rank's position in the mesh of each tensor, which tells others what it holds."""
+    """Return this rank's coordinate in the mesh of each tensor, which says what the rank holds."""
     distinct = tuple(dict.fromkeys(tensor.coordinate for tensor in tensors))
     return Coordinates(distinct, tuple(distinct.index(tensor.coordinate) for tensor in tensors))
 
@@ -132,7 +133,7 @@ def coordinates_of(tensors: Sequence[ShardedTensor]) -> Coordinates:
 def replicas(
     index: int, tensor: ShardedTensor, coordinates: Mapping[int, Coordinates]
 ) -> Mapping[tuple[Piece, ...], Members]:
-    """The ranks that hold the same pieces of a tensor, by pieces; those with nothing are left out.
+    """Map the pieces of a tensor to the ranks that hold them; ranks without a piece are left out.
 
     Args:
         index: position of the tensor in every rank's list.
@@ -151,9 +152,10 @@ T = TypeVar("T", bound=ShardedTensor)
 def shared(
     tensors: Sequence[T], coordinates: Mapping[int, Coordinates]
 ) -> Iterator[tuple[T, Members]]:
-    """Each tensor that several ranks hold equal copies of, with the ranks that hold the same part.
+    """Yield each tensor of which several ranks hold the same part, with these ranks.
 
-    A tensor that is cut and replicated comes once for each part. The list is the same on any rank.
+    A tensor that is both sharded and replicated is yielded once for each part. The result is the
+    same on every rank.
     """
     for index, tensor in enumerate(tensors):
         for members in replicas(index, tensor, coordinates).values():
@@ -167,7 +169,7 @@ def holders(
     layout: Layout | None,
     places: tuple[tuple[int, tuple[int, ...] | None], ...],
 ) -> Mapping[tuple[Piece, ...], Members]:
-    """See `replicas`; `places` has every rank and its coordinate."""
+    """Do what `replicas` does; `places` has every rank and its coordinate."""
     by_coordinate: dict[tuple[int, ...] | None, list[int]] = {}
     for rank, coordinate in places:
         by_coordinate.setdefault(coordinate, []).append(rank)

@@ -13,7 +13,7 @@ from anyrank.tensors.box import Box, row_major
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name without its module, as in files and reports."""
+    """Return a dtype's name without its module, as in files and reports."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -26,7 +26,7 @@ class Chunk:
         box: the part of the global tensor that the chunk holds.
         file: index of the file in its listing.
         offset: byte offset in the file of the box's first element.
-        strides: in elements, one per dim; row-major for most files, anything for a saved view.
+        strides: in elements, one per dim; row-major in most files, any strides for a saved view.
     """
 
     box: Box
@@ -35,7 +35,7 @@ class Chunk:
     strides: tuple[int, ...]
 
     def element_offset(self, box: Box) -> int:
-        """Elements between the chunk's first element and that of `box`, which lies inside it."""
+        """Return the elements from the chunk's first one to the first one of a box inside it."""
         if box is self.box:
             return 0
         return sum(
@@ -51,7 +51,7 @@ class StoredTensor:
         name: the key in the file, before any renaming.
         shape: global shape.
         dtype: dtype of the stored bytes.
-        chunks: the places of the bytes. Most formats have one chunk, DCP one per writer.
+        chunks: where the bytes are. Most formats have one chunk, DCP has one per writer.
     """
 
     name: str
@@ -63,7 +63,7 @@ class StoredTensor:
     def contiguous(
         name: str, shape: tuple[int, ...], dtype: torch.dtype, file: int, offset: int
     ) -> StoredTensor:
-        """A tensor whose bytes lie row-major in one file."""
+        """Return a tensor whose bytes lie row-major in one file."""
         chunk = Chunk(Box.whole(shape), file, offset, row_major(shape))
         return StoredTensor(name, shape, dtype, (chunk,))
 
@@ -72,7 +72,7 @@ class StoredTensor:
         return replace(self, name=name)
 
     def transposed(self) -> StoredTensor:
-        """Return the tensor of the same bytes with the dims in reverse order."""
+        """Return a tensor of the same bytes with the dims in reverse order."""
         chunks = tuple(
             replace(chunk, box=chunk.box.reversed(), strides=chunk.strides[::-1])
             for chunk in self.chunks

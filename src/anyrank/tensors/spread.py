@@ -1,4 +1,4 @@
-"""How tensors are spread over all ranks: who holds which part, by coordinates in a mesh alone."""
+"""How tensors are spread over all ranks: which rank holds which part, by mesh coordinates only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Coordinate = tuple[int, ...]
 
 
 class Spread:
-    """A layout with the coordinate of every rank in its mesh; shared by tensors with equal layouts.
+    """A layout and the coordinate of every rank in its mesh; tensors with the same layout share it.
 
-    Ranks whose coordinates are equal along the axes that cut a tensor hold the same part of it:
+    Ranks that have the same coordinates along the axes that cut a tensor hold the same part of it;
     these coordinates are the part's *spot*.
 
     Attributes:
         layout: None for tensors that every rank holds whole.
-        coordinates: coordinate of each rank, by its index; None outside of the mesh.
+        coordinates: coordinate of each rank, by its index; None outside the mesh.
     """
 
     def __init__(self, layout: Layout | None, coordinates: Sequence[Coordinate | None]) -> None:
@@ -38,7 +38,7 @@ class Spread:
             self.axes = tuple(n for n, p in enumerate(layout.placements) if p.kind == "shard")
 
     def spot(self, rank: int) -> Coordinate | None:
-        """Return the spot of a rank's part; None outside of the mesh."""
+        """Return the spot of a rank's part; None outside the mesh."""
         coordinate = self.coordinates[rank]
         if coordinate is None or self.layout == GIVEN_BOXES:
             return coordinate
@@ -46,7 +46,7 @@ class Spread:
 
     @cached_property
     def members(self) -> Mapping[Coordinate, tuple[int, ...]]:
-        """Map each spot to the indices of the ranks there, ascending."""
+        """The indices of the ranks at each spot, ascending."""
         ranks: dict[Coordinate, list[int]] = {}
         for rank in range(len(self.coordinates)):
             spot = self.spot(rank)
@@ -66,7 +66,7 @@ class Spread:
         return _pieces(shape, self.layout, self.axes, spot)
 
     def numels(self, shape: tuple[int, ...]) -> Iterator[tuple[Coordinate, int]]:
-        """Yield each spot, with the number of a tensor's elements there."""
+        """Yield each spot with the number of a tensor's elements at it."""
         if self.layout == GIVEN_BOXES:
             for spot in self.members:
                 yield spot, sum(piece.box.numel for piece in self.pieces(shape, spot))
@@ -119,7 +119,7 @@ class Spread:
             yield tuple(coordinate[axis] for axis in self.axes)
 
 
-@lru_cache(maxsize=4096)  # most tensors of a model, and their optimizer state, have equal ones
+@lru_cache(maxsize=4096)  # most tensors of a model, and their optimizer state, have the same pieces
 def _pieces(
     shape: tuple[int, ...], layout: Layout, axes: tuple[int, ...], spot: Coordinate
 ) -> tuple[Piece, ...]:
@@ -131,11 +131,11 @@ def _pieces(
     return local_pieces(shape, layout, coordinate)
 
 
-@lru_cache(maxsize=64)  # each with as many entries as a mesh has places
+@lru_cache(maxsize=64)  # each has as many entries as a mesh has coordinates
 def _dim_parts(
     dim: int, size: int, layout: Layout | None
 ) -> tuple[tuple[int, ...], Mapping[Coordinate, Sequence[Interval]]]:
-    """Find the mesh axes that cut a dim, and the part of the dim at each place along them."""
+    """Find the mesh axes that cut a dim, and the part of the dim at each coordinate along them."""
     if layout is None:
         return (), {(): [(0, size)]}
     cuts = [n for n, p in enumerate(layout.placements) if p.kind == "shard" and p.dim == dim]

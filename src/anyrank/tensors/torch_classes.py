@@ -1,7 +1,7 @@
 """Recognizes DTensors and FSDP modules without importing their classes.
 
-Their packages take 0.6 s to import, and sympy comes with them. Nothing can be of a class whose
-package nobody has imported, so a process that shards nothing never pays for them. No module of
+Their packages take 0.6 s to import, and sympy comes with them. No object can be of a class whose
+package has not been imported, so a process that shards nothing never pays for them. No module of
 anyrank imports them at its own import; a test checks that.
 """
 
@@ -29,7 +29,7 @@ def is_fsdp2(module: object) -> TypeIs[FSDPModule]:
 
 
 def fsdp2_class() -> type[FSDPModule] | None:
-    """The class that `fully_shard` puts in front of a module's own; None if nobody imported it."""
+    """Return the class that `fully_shard` adds to a module's bases; None if it is not imported."""
     return _class_of("torch.distributed.fsdp", "FSDPModule")
 
 
@@ -40,5 +40,5 @@ def is_fsdp1(module: object) -> TypeIs[FullyShardedDataParallel]:
 
 
 def _class_of(package: str, name: str) -> Any:
-    """A class of a package, if it is imported; one that is being imported may still lack it."""
+    """Return a class of an imported package; a package that is being imported may still lack it."""
     return getattr(sys.modules.get(package), name, None)

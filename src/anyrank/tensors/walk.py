@@ -10,9 +10,9 @@ from torch import nn
 def walk(
     module: nn.Module, name: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module, each module once, in the order of `named_modules`, frozen parts included.
+    """Yield each module once, with its name, in the order of `named_modules`, with frozen parts.
 
-    Frozen parts hide from `named_modules` itself.
+    `named_modules` itself does not list frozen parts.
 
     Args:
         module: where to start; it comes first.

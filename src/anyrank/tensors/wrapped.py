@@ -1,8 +1,9 @@
-"""Finds a tensor's values: in its own memory, in one inner tensor, or nowhere in particular.
+"""Finds the memory that has a tensor's values: its own, that of one inner tensor, or none.
 
-A tensor subclass may have no memory of its own (torch's wrapper classes). Some, such as those with
-which torchao trains in float8, only add behavior to one plain tensor: its memory is theirs. Others
-compute their values from several tensors, such as quantized ones: these are refused by name.
+A tensor subclass may not have its own memory (torch's wrapper classes). Some, such as those with
+which torchao trains in float8, only add behavior to one plain tensor, whose memory they use.
+Others, such as quantized tensors, compute their values from several tensors; an error names their
+class.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any
 import torch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-WRAPPED = "load or save before it is wrapped or quantized, or use fully_shard (FSDP2)"
+WRAPPED = "load or save the model before it is wrapped or quantized, or use fully_shard (FSDP2)"
 SHARDED = "ShardedTensor"
 SHARDED_WAY_OUT = (
-    "each rank has a part: save the dict with torch.distributed.checkpoint, and give that folder; "
-    "or take state_dict() under FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
+    "each rank has one part. Save the dict with torch.distributed.checkpoint, and pass that "
+    "folder; or call state_dict() under FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
 )
-# Library classes that keep other numbers in a tensor's own memory.
+# Library classes that keep packed numbers, not the values, in a tensor's own memory.
 PACKED = ("FlatParameter", "Params4bit", "Int8Params", "GGUFParameter")
-IN_FILE = "save its .dequantize(), or the state_dict() of before it was wrapped or quantized"
+IN_FILE = "save its .dequantize(), or a state_dict() from before it was wrapped or quantized"
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The detached tensor in whose memory the values lie, to be read and written in place."""
+    """Return the detached tensor whose memory has the values, to be read and written in place."""
     plain = tensor.detach()
     while type(plain) is not torch.Tensor and (name := _inner_name(plain)) is not None:
         plain = getattr(plain, name).detach()
@@ -33,7 +34,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rewrapped(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` in the wrapper that another tensor has; unchanged if it has none."""
+    """Return `values` in the same wrapper as another tensor; unchanged if that has none."""
     outer: Any = like.detach()
     name = _inner_name(outer)
     if name is None:
@@ -49,7 +50,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Say what kind of tensor has no memory with its values, and the way out; None for others.
+    """Return the kind of a tensor whose memory lacks its values, and the way out; None for others.
 
     A DTensor is judged by its local part.
     """
@@ -58,15 +59,15 @@ def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
     if hasattr(tensor, "placements"):
         return without_bytes(_local_of(tensor))
     if tensor.is_nested:
-        return "nested tensor", "give its parts, from .unbind()"
+        return "nested tensor", "pass its parts, from .unbind()"
     if tensor.layout != torch.strided:
-        return f"{tensor.layout} tensor", "give a dense tensor, from .to_dense()"
+        return f"{tensor.layout} tensor", "pass a dense tensor, from .to_dense()"
     if tensor.is_quantized:
-        return "quantized tensor", "load or save before it is quantized, or give .dequantize()"
+        return "quantized tensor", "load or save before it is quantized, or pass .dequantize()"
     if type(tensor) not in PLAIN and (problem := _hiding_class(tensor)) is not None:
         return problem
     if tensor.is_conj() or tensor.is_neg():
-        return "conj or neg view", "give the result of .resolve_conj().resolve_neg()"
+        return "conj or neg view", "pass the result of .resolve_conj().resolve_neg()"
     return None
 
 
@@ -82,9 +83,9 @@ def _hiding_class(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def _inner_name(tensor: Any) -> str | None:
-    """The attribute with the one inner tensor that holds all of a wrapper's values.
+    """Return the attribute with the one inner tensor that holds all of a wrapper's values.
 
-    None for a tensor that is not a wrapper, or that computes its values.
+    Return None for a tensor that is not a wrapper, or that computes its values.
     """
     if not is_wrapper(tensor):
         return None
@@ -100,7 +101,7 @@ def _look(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _local_of(dtensor: Any) -> torch.Tensor:
-    """The local part of a DTensor, as it is: `to_local` takes ten times as long."""
+    """Return the local part of a DTensor itself, because `to_local` takes ten times as long."""
     return getattr(dtensor, dtensor.__tensor_flatten__()[0][0])
 
 
@@ -110,16 +111,16 @@ def _is_wrapper_class(kind: type[torch.Tensor]) -> bool:
 
 
 def stored_class(name: str, is_one: bool) -> str | None:
-    """Say why a tensor subclass in a file has no bytes with its values, and the way out.
+    """Return why a tensor subclass in a file has no bytes with its values, and the way out.
 
-    None if the bytes are those of its one inner tensor, or its own.
+    Return None if the bytes are its own, or those of its one inner tensor.
 
     Args:
         name: the name of the class, which is not imported.
-        is_one: whether the file has one tensor of its dtype, shape and strides for it.
+        is_one: whether the file has exactly one tensor of its dtype, shape and strides for it.
     """
     if name == SHARDED:
-        return f"{SHARDED} of FSDP1, of which {SHARDED_WAY_OUT}"
+        return f"{SHARDED} of FSDP1: {SHARDED_WAY_OUT}"
     if name in PACKED or not is_one:
-        return f"{name}, a tensor subclass whose values its own code computes: {IN_FILE}"
+        return f"{name}, a tensor subclass whose own code computes its values: {IN_FILE}"
     return None

@@ -1,10 +1,10 @@
-"""Assigns the parts of tensors to ranks to write: each element once, balanced by bytes.
+"""Assigns the parts of tensors to the ranks that write them: each element once, balanced by bytes.
 
-Each rank computes its writes on its own, from what all ranks know: the tensors' shapes, layouts and
-meshes. A part that one rank alone holds is written by that rank. Parts that several hold are dealt
-to them in lots, the largest first, each to the holder that has the fewest bytes so far; parts that
-few ranks hold are dealt before those that many hold, so that no rank has more than the optimum and
-one lot.
+Each rank computes its writes itself, from what every rank knows: shapes, layouts and meshes of the
+tensors. A part that only one rank holds is written by that rank. Parts that several ranks hold are
+dealt to them in lots, the largest first, each to the holder that has the fewest bytes so far. Parts
+that few ranks hold are dealt before those that many hold, so that no rank writes more than the
+optimum plus one lot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class PlannedTensor:
         shape: global shape.
         itemsize: bytes of an element.
         spread: its layout on the ranks.
-        by_first: whether the first holder of each part writes it, because holders may differ.
+        by_first: whether the first holder of each part writes it, because the holders' values may
+            differ.
     """
 
     shape: tuple[int, ...]
@@ -53,10 +54,10 @@ Dealt = Mapping[int, Sequence[int]]  # index of a tensor -> for each piece, whic
 
 
 class WritePlan:
-    """The writes of each rank for some tensors. Equal on all ranks that know the same of them.
+    """The writes of each rank for some tensors. Ranks with the same arguments have the same plan.
 
     Args:
-        tensors: tensors in the same order on all ranks.
+        tensors: tensors, in the same order on every rank.
         size: number of ranks.
     """
 
@@ -77,7 +78,7 @@ class WritePlan:
         return max(map(len, self.tensors[indices[0]].spread.members.values()))
 
     def _count_alone(self) -> None:
-        """Count the bytes that ranks write without a choice."""
+        """Count the bytes of parts that only one rank can write."""
         counts: dict[tuple[int, Kind, bool], list[PlannedTensor]] = {}
         for tensor in self.tensors:
             key = id(tensor.spread), (tensor.shape, tensor.itemsize), tensor.by_first
@@ -99,7 +100,7 @@ class WritePlan:
         spread = self.tensors[indices[0]].spread
         kinds = [(self.tensors[index].shape, self.tensors[index].itemsize) for index in indices]
         dealt = self._dealt.setdefault(id(spread), {})
-        known: dict[object, tuple[Dealt, list[int]]] = {}  # most spots equal the one before
+        known: dict[object, tuple[Dealt, list[int]]] = {}  # most spots are like the previous one
         for spot, members in spread.members.items():
             if len(members) == 1:
                 continue
@@ -170,7 +171,7 @@ def _cut(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
 
 
 def _sizes(kind: Kind, spread: Spread, spot: Coordinate) -> tuple[int, ...]:
-    """Return the bytes of each piece of a tensor at a spot."""
+    """Return the number of bytes of each piece of a tensor at a spot."""
     shape, itemsize = kind
     pieces = cut_pieces(shape, itemsize, spread, spot)
     return tuple(piece.box.numel * itemsize for piece in pieces)
@@ -186,7 +187,7 @@ def _deal_lots(
         ahead: bytes that each holder has already.
 
     Returns:
-        The holder that writes each piece, and the number of bytes that each holder got.
+        Which holder writes each piece, and the number of bytes that each holder got.
     """
     total = sum(map(sum, (sizes for _, sizes in rows)))
     limit = min(PIECE_BYTES, max(MIN_LOT_BYTES, total // (LOTS * len(ahead))))

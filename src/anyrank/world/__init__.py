@@ -1,4 +1,4 @@
-"""The ranks of a job: how they connect, agree and fail, and which devices they have.
+"""The ranks of a job: how they connect, agree and fail, and which devices they use.
 
-Every wing in which several ranks meet imports it. It may import no other wing.
+Every wing in which ranks communicate imports this one. It may not import any other wing.
 """

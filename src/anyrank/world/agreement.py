@@ -1,9 +1,9 @@
-"""One exchange between all ranks through a tree: a few bytes go up and are merged on the way, and
-the result goes down again.
+"""One exchange between all ranks through a tree: a few bytes go up, are merged on the way, and the
+result goes down again.
 
-A message up holds a digest of what its rank does, and a value. If a rank does something else or
-has failed, the root asks all ranks once more: accounts then go up, which say who does what and who
-has failed how, and the error goes down, the same for all.
+A message up holds a digest of its rank's action, and a value. If the actions differ or a rank has
+failed, the root asks all ranks once more: accounts go up, which say which ranks do what and how
+they failed, and the same error goes down to every rank.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from anyrank.world.message import END, ENDED, FINE, HEAD_BYTES, TROUBLE, Message
 from anyrank.world.waits import POLL_SEC
 
 CONNECTING = "connecting the ranks"
-NAME_CHARACTERS = 100  # of `call` and `what`, as the ranks compare them
+NAME_CHARACTERS = 100  # of `call` and `what`, which the ranks compare
 
 Merge = Callable[[Sequence[bytes]], bytes]
-"""Joins the values of some ranks, in the tree's order: this rank's own is the first."""
+"""Joins the values of some ranks, in the order of the tree: this rank's value is the first."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One rank's action: the number and the name of its call, and what it does in it."""
+    """One rank's action: the number and the name of its call, and what it does in that call."""
 
     number: int
     call: str
@@ -43,11 +43,11 @@ class Action:
 
 @dataclass
 class Account:
-    """Who does what, and who has failed how, of some ranks: the first few of each."""
+    """What some ranks do, and how they have failed: the first few ranks of each."""
 
     actions: dict[Action, FirstRanks]
     failures: dict[Failure, FirstRanks]
-    failed: int  # ranks that have raised something
+    failed: int  # number of ranks that have raised an exception
 
     def __add__(self, other: Account) -> Account:
         return Account(
@@ -58,10 +58,10 @@ class Account:
 
 
 class DifferentActions(Exception):
-    """Ranks do different things at the same place.
+    """Raised if ranks take different actions at the same point.
 
     Args:
-        actions: each action, with the ranks that do it.
+        actions: each action, with the ranks that take it.
     """
 
     def __init__(self, actions: Mapping[Action, FirstRanks]) -> None:
@@ -74,12 +74,12 @@ class Agreement:
 
     Args:
         connections: connections of the ranks.
-        action: what this rank does.
-        kind: name of the primitive, which must also be equal on all ranks.
+        action: the action of this rank.
+        kind: name of the primitive, which must also be the same on every rank.
         value: bytes that this rank contributes.
         cause: error that this rank's work raised.
         merge: joins values.
-        goes_down: whether all ranks get the merged value.
+        goes_down: whether every rank gets the merged value.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class Agreement:
     def run(self) -> bytes | Exception:
         """Return the merged value or the error of all ranks.
 
-        The value is on all ranks, or on the root alone and b"" elsewhere; the error is
-        `DifferentActions`, or one as from `Ranks.run`.
+        Every rank gets the value, or only the root, and the others b"". The error is
+        `DifferentActions`, or one that `Ranks.run` raises.
 
         Raises:
             RuntimeError: gloo failed because a rank died.
-            RankError: the ranks have ended.
+            RankError: another rank has ended the group.
         """
         status, value = self._exchange(self._merged)
         if status == TROUBLE:
@@ -115,7 +115,7 @@ class Agreement:
         return pickle.loads(value) if status == END else value  # noqa: S301 - from our own ranks
 
     def _exchange(self, join: Callable[[Sequence[Message]], Message]) -> tuple[int, bytes]:
-        """Send up what this rank and those below come to; returns what comes down."""
+        """Send up the result of this rank and those below; return what comes down."""
         connections, parent = self.connections, self.neighbors.parent
         heads = [connections.receive(HEAD_BYTES, child) for child in self.neighbors.children]
         children = zip(heads, self.neighbors.children, strict=True)
@@ -137,17 +137,17 @@ class Agreement:
         return verdict.status, verdict.value
 
     def _check_not_ended(self) -> None:
-        """Check, before the root says that all succeeded, that no rank gave up waiting and left.
+        """Check, before the root reports success, that no rank has given up waiting.
 
         Raises:
-            RankError: the ranks have ended.
+            RankError: another rank has ended the group.
         """
         state = self.connections.state
         if time.monotonic() - self.start_sec > POLL_SEC and state.has_ended():
             raise state.as_error()
 
     def _merged(self, below: Sequence[Message]) -> Message:
-        """The values of this rank and of those below."""
+        """Return the values of this rank and of those below."""
         is_fine = self.failure is None and all(
             message.status == FINE and message.digest == self.digest for message in below
         )
@@ -160,7 +160,7 @@ class Agreement:
         return Message(self.digest, TROUBLE, b"")
 
     def _accounted(self, below: Sequence[Message]) -> Message:
-        """The accounts of this rank and of those below; of all of them the root makes the error."""
+        """Return the accounts of this rank and those below, from which the root makes the error."""
         state, failure = self.connections.state, self.failure
         own_rank = FirstRanks.first_of([state.rank])
         account = Account({self.action: own_rank}, {}, 0)
@@ -180,7 +180,7 @@ class Agreement:
     # -- messages ---------------------------------------------------------------------------------
 
     def _start(self, message: Message, index: int) -> list[Callable[[], None]]:
-        """Start to send a message; returns the waits."""
+        """Start to send a message; return functions that wait for it."""
         return [self.connections.send(part, index) for part in message.parts]
 
     def _send(self, message: Message, index: int) -> None:
@@ -188,10 +188,10 @@ class Agreement:
             wait()
 
     def _received(self, head: Callable[[], bytes], index: int) -> Message:
-        """A message whose head is on its way.
+        """Return a message whose head is being received.
 
         Raises:
-            RankError: that rank has ended what the ranks do.
+            RankError: that rank has ended the group.
         """
         message = Message.unpack(head(), lambda length: self.connections.receive(length, index)())
         if message.status == ENDED:
@@ -202,7 +202,7 @@ class Agreement:
 
 
 def connect_neighbors(connections: Connections) -> None:
-    """Send the first messages, so that neighbors in the tree connect. All ranks."""
+    """Send the first messages, so that neighbors in the tree connect. Collective."""
     agreement = Agreement(
         connections, Action(0, "", CONNECTING), "", b"", None, b"".join, goes_down=False
     )

@@ -1,7 +1,8 @@
-"""Compare lines of text that ranks should have equal: where they differ, and on which ranks.
+"""Compares lines of text that must be the same on every rank, and finds where they differ.
 
 A model has many lines, so the ranks compare digests of them. If the digests differ, one rank sends
-its lines to all, each rank names those that differ from its own, and all say which text they have.
+its lines to all, each rank names the lines that differ from its own, and every rank reports the
+text that it has.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ WHAT = "comparing what differs"
 
 
 class Compared(NamedTuple):
-    """A digest of some ranks' lines of one kind; merged with others, the result of the comparison.
+    """A digest of some ranks' lines of one kind; all digests merged are the result of the
+    comparison.
 
     Attributes:
         digest: "" if the ranks' digests differ.
-        rank: first rank that has lines of the kind.
+        rank: the first rank that has lines of the kind.
     """
 
     digest: str
@@ -39,7 +41,7 @@ class Compared(NamedTuple):
 
 
 def digest_of(items: Iterable[object]) -> str:
-    """Hash many values, in their order, so that other ranks can tell whether theirs are equal."""
+    """Hash many values, in their order, so that ranks can compare them."""
     return hashlib.blake2b(repr([*items]).encode(), digest_size=16).hexdigest()
 
 
@@ -51,7 +53,7 @@ def digests_of(lines: Mapping[Key, Mapping[str, str]], rank: int) -> dict[Key, C
 def join_digests(
     digests: Mapping[Key, Compared], others: Mapping[Key, Compared]
 ) -> dict[Key, Compared]:
-    """Merge the digests that ranks have of their lines; see `Ranks.reduce`."""
+    """Merge the digests of the ranks' lines; see `Ranks.reduce`."""
     joined = {**digests}
     for kind, compared in others.items():
         joined[kind] = joined[kind].join(compared) if kind in joined else compared
@@ -64,13 +66,13 @@ def differing(
     ranks: Ranks,
     limit: int | None = None,
 ) -> dict[Key, dict[str, RanksByText]]:
-    """Find the lines that differ between the ranks that have lines of their kind. All ranks.
+    """Find the lines that differ between the ranks that have lines of their kind. Collective.
 
     Args:
         lines: this rank's lines, by kind.
         compared: `digests_of` the lines of every rank, merged.
         ranks: ranks that compare.
-        limit: most lines of one kind to return; None for all of them.
+        limit: maximum number of lines of one kind to return; None for all of them.
 
     Returns:
         Kind -> name -> the texts, with the ranks that have them.
@@ -100,11 +102,12 @@ def differing(
 
 
 def unlike(ranks: Ranks, what: str, lines: Mapping[str, str]) -> dict[str, RanksByText]:
-    """Find the lines that ranks do not have equal; if all are, one digest is sent. All ranks.
+    """Find the lines that differ between ranks. If none differs, only one digest is sent.
+    Collective.
 
     Args:
         ranks: ranks that compare.
-        what: what they do, for messages.
+        what: what the ranks do, for messages.
         lines: this rank's lines.
     """
     own_kind = {"lines": {**lines}}
@@ -115,7 +118,7 @@ def unlike(ranks: Ranks, what: str, lines: Mapping[str, str]) -> dict[str, Ranks
 def _unlike_names(
     lines: Mapping[str, str], first: Mapping[str, str], limit: int | None
 ) -> list[str]:
-    """Names of the lines that differ from the first rank's, in its order."""
+    """Return the names of the lines that differ from the first rank's, in its order."""
     return [name for name in {**first, **lines} if lines.get(name) != first.get(name)][:limit]
 
 

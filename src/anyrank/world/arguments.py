@@ -1,4 +1,4 @@
-"""Compare a call's arguments over the ranks that make it."""
+"""Compares a call's arguments between the ranks that make it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compare_arguments(
     error: type[AnyrankError],
     check: Callable[[], object] | None = None,
 ) -> None:
-    """Check a call's arguments, and compare them over the ranks. All ranks.
+    """Check a call's arguments, and compare them between the ranks. Collective.
 
     Args:
         ranks: ranks that make the call.
@@ -30,11 +30,11 @@ def compare_arguments(
         check: raises an error if this rank's arguments are wrong.
 
     Raises:
-        AnyrankError: arguments differ (then it is of class `error`, and lists each value with its
+        AnyrankError: arguments differ (it has the class `error`, and lists each value with its
             ranks), or `check` raised it on a rank.
         ValueError, TypeError: `check` raised it on a rank.
-        RankError: other ranks called something else; or `check` raised an error of another class
-            on a rank.
+        RankError: ranks made different calls; or `check` raised an error of a different class on a
+            rank.
     """
     compare_and_reduce(ranks, call, arguments, error, check, lambda: None, lambda value, _: value)
 
@@ -48,13 +48,13 @@ def compare_and_reduce(
     tell: Callable[[], T],
     merge: Callable[[T, T], T],
 ) -> T:
-    """Compare arguments as `compare_arguments` does, and merge what the ranks tell. All ranks.
+    """Compare arguments as `compare_arguments` does, and merge a value of each rank. Collective.
 
     Both happen in one exchange.
 
     Args:
         ranks, call, arguments, error, check: as for `compare_arguments`.
-        tell: returns what this rank tells. Called after `check`; may raise the same errors.
+        tell: returns this rank's value. Called after `check`; may raise the same errors.
         merge: as for `Ranks.reduce`; the first rank's value comes before all others.
     """
 
@@ -79,5 +79,5 @@ def compare_and_reduce(
     for name, by_text in differing(texts, compared, ranks).get("", {}).items():
         title = f"{call}(): {name}= differs between ranks"
         text = describe_texts(title, by_text, ranks.name_ranks)
-        raise error(f"{text}: give all ranks the same")
+        raise error(f"{text}. Pass the same value on every rank.")
     return answer

@@ -1,9 +1,9 @@
-"""gloo's connections between some ranks, kept from one call to the next.
+"""gloo's connections between some ranks, which are kept from one call to the next.
 
 `torch.distributed` does not know these connections, so they do not interfere with the user's
-groups. Two ranks connect when one first sends to the other: neighbors in the tree when the ranks
-meet, others for the bytes of a load or a sync. A rank that fails closes its connections: every rank
-that waits on them, or uses them later, raises the same error.
+groups. Two ranks connect when one first sends to the other: neighbors in the tree when the group is
+opened, others for the bytes of a load or a sync. A rank that fails closes its connections; every
+rank that waits on them, or uses them later, raises the same error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from anyrank.world.waits import GroupState, Wait
 
 T = TypeVar("T")
 
-TELL_SEC = 0.05  # for last words
-DEATH_SEC = 1.0  # until the system has told all of a process's connections of its end
-TENSOR_TAG, TREE_TAG = 0, 1  # what passes beside an exchange through the tree does not mix with it
+TELL_SEC = 0.05  # for the last message to neighbors
+DEATH_SEC = 1.0  # until all connections of a process have noticed its end
+TENSOR_TAG, TREE_TAG = 0, 1  # tensors are kept apart from a simultaneous exchange through the tree
 PROBE_TAG, CLOSE_TAG = 2, 3  # nothing is ever sent with these
 
 
@@ -39,8 +39,8 @@ class Connections:
     """The connections of one set of ranks.
 
     Args:
-        state: state that the ranks share; it knows their machines.
-        group: gloo's group; its ranks are positions in `state.ranks`.
+        state: state that the ranks share, including their machines.
+        group: gloo's group, whose ranks are positions in `state.ranks`.
         connected: positions of the ranks that are connected already.
     """
 
@@ -52,14 +52,15 @@ class Connections:
         self.device_groups: dict[str, Any] = {}  # see live/device_group.py
         self._group = group
         self._connected, self._refused = {*connected}, set[int]()
-        # Also at exit, where a group would wait for its works under way.
+        # Also at exit, where a group would wait for its pending work.
         self._close = weakref.finalize(self, _close, group, self._connected)
-        # It receives messages of the tree: a wait for gloo's messages cannot be cut into slices.
+        # It receives messages of the tree, because a wait for one of gloo's messages cannot be
+        # interrupted.
         self._messenger = HelperThread(partial(_close, group, self._connected))
         weakref.finalize(self, self._messenger.close)
 
     def start_call(self) -> int:
-        """Start a call on the connections; return its number, equal on all ranks. All ranks."""
+        """Start a call; return its number, which is the same on every rank. Collective."""
         self.group.set_timeout(gloo_timeout())
         self.calls += 1
         return self.calls
@@ -80,7 +81,7 @@ class Connections:
         return self._group is None
 
     def fail(self, error: RankError) -> RankError:
-        """Close the connections; return the error."""
+        """Close the connections, and return the error."""
         for group in self.device_groups.values():
             group.abort()
         if self._group is not None:
@@ -89,13 +90,13 @@ class Connections:
             self._close()
             to_free, self._group = [self._group, *self.device_groups.values()], None
             self.device_groups.clear()
-            # Freeing a group waits for messages under way, even for those of dead ranks.
+            # Freeing a group waits for pending messages, even for those of dead ranks.
             self._messenger.leave(to_free.clear)
         return error
 
     def _tell_neighbors(self) -> None:
-        """Send the error to the neighbors in the tree: where the store is gone as well, as with
-        the process that has it, they would take this rank for the one that has died.
+        """Send the error to the neighbors in the tree. If the store is lost too, such as with the
+        process that hosts it, they would otherwise take this rank for the one that died.
         """
         message = Message(b"", ENDED, pickle.dumps(self.state.error))
         parent = self.neighbors.parent
@@ -104,17 +105,17 @@ class Connections:
         for index in neighbors & self._connected:
             with contextlib.suppress(RuntimeError):
                 works += [self._start("send", as_tensor(p), index, TREE_TAG) for p in message.parts]
-        time.sleep(TELL_SEC)  # what is sent goes out, where a neighbor waits for it
+        time.sleep(TELL_SEC)  # time for the message to be sent, if a neighbor waits for it
         del works
 
     # -- messages ---------------------------------------------------------------------------------
 
     def send(self, data: bytes, index: int) -> Callable[[], None]:
-        """Start to send bytes to the rank at a position; return the wait for it."""
+        """Start to send bytes to the rank at a position; return a function that waits for it."""
         return self._start("send", as_tensor(data), index, TREE_TAG).wait
 
     def receive(self, length: int, index: int) -> Callable[[], bytes]:
-        """Start to receive `length` bytes from the rank at a position; return the wait for them."""
+        """Start to receive `length` bytes from a position; return a function that waits."""
         tensor = as_tensor(bytes(length))
         work = self._start("recv", tensor, index, TREE_TAG)
 
@@ -125,13 +126,13 @@ class Connections:
         return received
 
     def pass_tensor(self, kind: str, tensor: torch.Tensor, rank: int, waiting: Wait) -> Any:
-        """Start to send a tensor to a rank, or to receive it in place; returns gloo's work.
+        """Start to send a tensor to a rank, or to receive it in place; return gloo's work.
 
         Args:
             kind: "send" or "recv".
             tensor: on the CPU, contiguous.
             rank: global.
-            waiting: the caller's, for the time in which the two ranks connect.
+            waiting: the caller's wait, polled while the two ranks connect.
         """
         index = self.state.ranks.index(rank)
         if index in self._connected:
@@ -141,7 +142,7 @@ class Connections:
             return helper.call(start, waiting.poll, waiting.poll_sec)
 
     def _start(self, kind: str, tensor: torch.Tensor, index: int, tag: int) -> Any:
-        """Start a message. Blocks while the other rank has not connected from its side."""
+        """Start a message. Blocks until the other rank has connected too."""
         try:
             work = getattr(self.group, kind)([tensor], index, tag)
         except RuntimeError:
@@ -151,7 +152,8 @@ class Connections:
         return work
 
     def talk(self, exchange: Callable[[], T], what: str) -> Callable[[], T]:
-        """Start an exchange through the tree in the messenger's thread; return the wait. All ranks.
+        """Start an exchange through the tree in the messenger's thread; return its wait.
+        Collective.
 
         Args:
             exchange: function that sends and receives, in the messenger's thread.
@@ -170,18 +172,18 @@ class Connections:
     # -- failures ---------------------------------------------------------------------------------
 
     def find_closed(self) -> list[int]:
-        """Find the ranks whose connections to this one are closed, or could not be opened."""
+        """Find the ranks whose connections to this rank are closed or could not be opened."""
         closed = {*self._refused}
         for index in [*self._connected]:
             try:
-                # Raises at once if the connection is closed; otherwise does not wait for anything.
+                # Raises at once if the connection is closed; otherwise does not wait.
                 self.group.recv([as_tensor(bytes(1))], index, PROBE_TAG)
             except RuntimeError:
                 closed.add(index)
         return [self.state.ranks[index] for index in sorted(closed)]
 
     def _find_dead(self) -> list[int]:
-        """Find dead ranks after an error of another group, which may hear of a death first."""
+        """Find dead ranks after an error of a different group, which may notice a death first."""
         end_sec = time.monotonic() + (DEATH_SEC if self.device_groups else 0)
         while not (closed := self.find_closed()) and time.monotonic() < end_sec:
             time.sleep(DEATH_SEC / 10)
@@ -190,12 +192,12 @@ class Connections:
     # -- waits ------------------------------------------------------------------------------------
 
     def count_wait(self) -> int:
-        """Count a wait in which all ranks take part; return its number, equal on all ranks."""
+        """Count a wait in which all ranks take part; return its number, the same on every rank."""
         self.waits += 1
         return self.waits
 
     def collective(self, work: Any, what: str) -> Callable[[], None]:
-        """Return the wait for one of gloo's collectives, which all ranks have started."""
+        """Return a function that waits for a collective of gloo, which all ranks have started."""
         number = self.count_wait()
 
         def wait() -> None:
@@ -211,7 +213,7 @@ class Connections:
     ) -> Generator[Wait, None, None]:
         """Wait for other ranks inside the block.
 
-        If that fails, close the connections and turn gloo's error into a RankError.
+        If the wait fails, close the connections and turn gloo's error into a RankError.
 
         Args:
             what: what this rank waits for, for messages.
@@ -224,14 +226,14 @@ class Connections:
         except RankError as error:
             self.fail(error)
             raise
-        except RuntimeError as error:  # of gloo; its text differs between ranks
+        except RuntimeError as error:  # from gloo; its text differs between ranks
             raise self.fail(self.state.end_for_death(self._find_dead())) from error
         finally:
             wait.finish()
 
 
 def _ends_within(work: Any, limit_sec: float) -> bool:
-    """Wait for one of gloo's collectives; return whether it ended.
+    """Wait for one of gloo's collectives; return whether it has ended.
 
     Raises:
         RuntimeError: it failed.
@@ -246,7 +248,7 @@ def _ends_within(work: Any, limit_sec: float) -> bool:
 
 
 def _close(group: Any, connected: set[int]) -> None:
-    """Close all connections of a group: gloo does that when a wait for a message times out."""
+    """Close all connections of a group, which gloo does when a wait for a message times out."""
     for peer in [*connected]:
         with contextlib.suppress(RuntimeError):
             work = group.recv([as_tensor(bytes(1))], peer, CLOSE_TAG)
@@ -254,5 +256,5 @@ def _close(group: Any, connected: set[int]) -> None:
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    """Copy some bytes into a tensor of uint8."""
+    """Copy bytes into a uint8 tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The device that belongs to this rank (promise 3), and the machine that the rank is on."""
+"""The device of this rank (promise 3), and the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RA
 def rank_device() -> torch.device:
     """Return this rank's accelerator by its local rank, or the CPU if there is none.
 
-    Does not initialize the accelerator. A process that sees a single device because its launcher
+    Does not initialize the accelerator. A process that sees only one device, because its launcher
     hides the others, owns that device.
 
     Raises:
-        RankError: there are several devices, but fewer than local ranks.
+        RankError: the machine has several devices, but fewer than local ranks.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -31,15 +31,15 @@ def rank_device() -> torch.device:
     count = torch.accelerator.device_count()
     if index >= count > 1:
         raise RankError(
-            f"local rank {index} has no device of its own: this machine has {count} of type "
-            f"{accelerator.type}: start at most {count} ranks on it, give each process one device "
-            "(CUDA_VISIBLE_DEVICES), or build the model on the device that it shall use"
+            f"local rank {index} has no device: this machine has {count} {accelerator.type} "
+            f"devices. Start at most {count} ranks on it, assign one device to each process with "
+            "CUDA_VISIBLE_DEVICES, or build the model on the device to use."
         )
     return torch.device(accelerator.type, index if count > 1 else 0)
 
 
 def _local_rank() -> int | None:
-    """This process's number on its machine, as its launcher set it; None if it did not."""
+    """Return the local rank that the launcher set; None if it did not."""
     for name in LOCAL_RANK_VARIABLES:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -47,15 +47,15 @@ def _local_rank() -> int | None:
 
 
 def read_threads(ranks_on_node: int) -> int:
-    """Count the threads that a rank reads with: its share of the cores, or ANYRANK_READ_THREADS."""
+    """Return the number of reading threads: this rank's share of cores, or ANYRANK_READ_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(READ_THREADS.get(), (cores or 1) // ranks_on_node))
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine: process ids start anew after each boot.
+    """Return the id of this boot of the machine; process ids are reused after a boot.
 
-    Empty if the system has none.
+    The id is empty if the system does not have one.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -66,9 +66,9 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=64)
 def name_device(device: torch.device) -> str:
-    """A device's type and uuid, unique over all machines; "" for the CPU.
+    """Return a device's type and uuid, which is unique across machines; "" for the CPU.
 
-    The type alone if the device's module knows no uuid, as for meta.
+    Only the type is returned if the device's module has no uuid, such as for meta.
     """
     if device.type == "cpu":
         return ""

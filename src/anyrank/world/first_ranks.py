@@ -1,4 +1,4 @@
-"""The first few of some ranks and their number, for errors that concern a thousand ranks."""
+"""The first few of many ranks and their number, for errors that concern a thousand ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TypeVar
 
 K = TypeVar("K")
 
-SHOWN = 8  # ranks that a message names, and kinds of ranks that it tells apart
+SHOWN = 8  # ranks that a message names, and kinds of ranks that it distinguishes
 
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """Ranks that have something in common, in the same few bytes however many they are.
+    """A set of ranks in a few bytes: the first ones and the number of all.
 
     Attributes:
-        ranks: the first few, in order.
-        count: number of all of them.
+        ranks: the first few ranks, in order.
+        count: number of all ranks of the set.
     """
 
     ranks: tuple[int, ...]
@@ -25,13 +25,13 @@ class FirstRanks:
 
     @classmethod
     def first_of(cls, ranks: Iterable[int]) -> FirstRanks:
-        """Keep the first of these ranks, and count them all."""
+        """Keep the first of the ranks, and count all of them."""
         ordered = sorted(ranks)
         return cls(tuple(ordered[:SHOWN]), len(ordered))
 
     @property
     def listed(self) -> str:
-        """Their numbers as a list: "[0, 1]"."""
+        """The ranks as a list: "[0, 1]"."""
         more = f" and {self.count - len(self.ranks):,} more" if self.count > len(self.ranks) else ""
         return f"{[*self.ranks]}{more}"
 
@@ -41,7 +41,7 @@ class FirstRanks:
 
 
 def name_ranks(ranks: Collection[int] | FirstRanks) -> str:
-    """Ranks as text: "rank 1", "ranks 1, 2", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"."""
+    """Return ranks as text: "rank 1", "ranks 1, 2", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"."""
     some = ranks if isinstance(ranks, FirstRanks) else FirstRanks(tuple(ranks)[:SHOWN], len(ranks))
     names = ", ".join(map(str, some.ranks))
     more = f" and {some.count - len(some.ranks):,} more" if some.count > len(some.ranks) else ""
@@ -49,7 +49,7 @@ def name_ranks(ranks: Collection[int] | FirstRanks) -> str:
 
 
 def join_first(some: Mapping[K, FirstRanks], others: Mapping[K, FirstRanks]) -> dict[K, FirstRanks]:
-    """Join the ranks of each kind: keep the first few kinds, in the order of their first ranks."""
+    """Join the ranks of each kind; keep the first few kinds, in the order of their first ranks."""
     joined = {**some}
     for kind, ranks in others.items():
         joined[kind] = joined[kind] + ranks if kind in joined else ranks

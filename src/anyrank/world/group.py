@@ -1,4 +1,4 @@
-"""The processes that take part in a call, by its `process_group=`. No collectives."""
+"""The processes that take part in a call, from its `process_group=`. Does not communicate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALONE: Final = Alone.ALONE
 """`process_group=anyrank.ALONE`: only this process takes part, even if a group is initialized."""
 
 Group: TypeAlias = "dist.ProcessGroup | Alone | None"
-"""The type of `process_group=`: a group, this process alone, or None for all ranks."""
+"""The type of `process_group=`: a group, ALONE for only this process, or None for all ranks."""
 
 
 def find_members(process_group: Group) -> tuple[list[int], int]:
@@ -53,15 +53,15 @@ def find_members(process_group: Group) -> tuple[list[int], int]:
         raise _no_group(process_group) from error
     if rank not in ranks:
         raise RankError(
-            f"rank {rank} is not in the process group it called with, ranks {ranks}: call with a "
-            "group of its own, or not on this rank"
+            f"rank {rank} is not a member of process_group= (ranks {ranks}). Pass a group that "
+            "contains it, or do not call on this rank."
         )
     return ranks, rank
 
 
 def check_group(process_group: object) -> None:
-    """Refuse anything that is not a group. A group without this process is still a group. A warning
-    is logged if an object is made for a group before it is initialized.
+    """Check that `process_group` is a group, which need not contain this process. Logs a warning if
+    no group is initialized yet, although a launcher started several processes.
 
     Raises:
         TypeError: `process_group` is not a group.
@@ -78,7 +78,7 @@ def check_group(process_group: object) -> None:
 
 
 def lacks_group(process_group: Group) -> bool:
-    """Return whether a launcher started this process as one of several that no group joins."""
+    """Return whether a launcher started several processes that are not in a group."""
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return False
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -86,44 +86,45 @@ def lacks_group(process_group: Group) -> bool:
 
 
 def check_has_group(process_group: Group, call: str) -> None:
-    """Refuse a call that several processes would each make alone: N runs in one folder.
+    """Check that the processes of a launcher are in a group: otherwise N runs share one folder.
 
     Raises:
-        AnyrankError: a launcher has started several processes, and they are in no group.
+        AnyrankError: a launcher has started several processes that are not in a group.
     """
     if lacks_group(process_group):
         raise AnyrankError(
-            f"{call}: WORLD_SIZE={os.environ['WORLD_SIZE']} processes were started, and they are "
-            "in no process group, so each would train by itself: call "
-            "torch.distributed.init_process_group() before, or pass process_group=anyrank.ALONE "
-            "for this process by itself"
+            f"{call}: {os.environ['WORLD_SIZE']} processes were launched (WORLD_SIZE), but no "
+            "process group is initialized, so each would run alone. First call "
+            "torch.distributed.init_process_group(), or pass process_group=anyrank.ALONE to use "
+            "only this process."
         )
 
 
-@cache  # once in a process, because all calls before the group would repeat it
+@cache  # once in a process, because every call before the group would repeat it
 def warn_of_no_group() -> None:
-    """Warn that calls before the process group concern this process alone."""
+    """Warn that calls before the process group concern only this process."""
     log.warning(
-        "WORLD_SIZE=%s processes were started, and they are in no process group yet: until "
-        "torch.distributed.init_process_group() each loads and makes objects by itself; that is "
-        "right for a model that is built before, as Lightning does, else call it first",
+        "%s processes were launched (WORLD_SIZE), but no process group is initialized yet. Until "
+        "then every process acts alone. That is fine if a framework such as Lightning "
+        "initializes the group later; otherwise call torch.distributed.init_process_group() "
+        "first.",
         os.environ["WORLD_SIZE"],
     )
 
 
 def _no_group(value: object) -> TypeError:
     return TypeError(
-        "process_group= takes a group of torch.distributed that has not been destroyed, "
-        f"anyrank.ALONE or None, not {value!r}"
+        f"process_group={value!r}: expected a torch.distributed group that has not been destroyed, "
+        "anyrank.ALONE or None"
     )
 
 
 def default_store() -> Any:
-    """The store of the default group, through which its processes met (torch's TCPStore)."""
-    # It has no public name; the same private one has been in every release since 1.8.
+    """Return the store of the default group, through which its processes met (a TCPStore)."""
+    # torch has no public name for it; the private one has been the same since release 1.8.
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def hash_ranks(ranks: Sequence[int]) -> str:
-    """Digest the ranks for keys of the store; the same on each of them."""
+    """Hash ranks for keys of the store; the result is the same on each of them."""
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""A thread for calls into C++ that may never return, so that the caller can stop waiting."""
+"""A thread for C++ calls that may never return, so that the caller can stop waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Waiter = Callable[[Callable[[], object], float], T]
 
 
 class HelperThread:
-    """Makes calls one after the other, in a daemon thread that is joined at exit.
+    """Makes calls one after the other in a daemon thread, which is joined at exit.
 
     A daemon thread that runs C++ code while the interpreter ends aborts the process; a thread that
     is not a daemon keeps the process from ending.
@@ -34,11 +34,11 @@ class HelperThread:
         self.thread.start()
 
     def start(self, work: Callable[[], T]) -> Waiter[T]:
-        """Run `work` in the thread, after everything that it was given before.
+        """Run `work` in the thread, after all earlier work.
 
         Returns:
-            A function that waits. It calls `poll` every `poll_sec`; an error of `poll` ends the
-            wait, but not the work.
+            A function that waits for the result. It calls `poll` every `poll_sec`; an error of
+            `poll` ends the wait, but not the work.
         """
         done, results, errors = threading.Event(), list[T](), list[Exception]()
 
@@ -64,8 +64,8 @@ class HelperThread:
 
         Args:
             work: function to run in the thread.
-            poll: called every `poll_sec` meanwhile. An error of `poll` ends the wait, but not the
-                work.
+            poll: called every `poll_sec` during the wait. An error of `poll` ends the wait, but not
+                the work.
         """
         return self.start(work)(poll, poll_sec)
 
@@ -93,5 +93,5 @@ class HelperThread:
     def _join(self) -> None:
         self.at_exit()
         self.close()
-        if self.thread.ident is not None:  # it was started; another thread may only be about to
+        if self.thread.ident is not None:  # started; another thread may be about to start it
             self.thread.join(JOIN_SEC)

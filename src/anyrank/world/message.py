@@ -1,4 +1,4 @@
-"""A message through the tree of ranks: a head of a fixed length, and a value too long for it."""
+"""A message through the tree of ranks: a head of fixed length, and a longer value if needed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-HEAD_BYTES = 128  # of every message; a short value is in it, a longer one follows
+HEAD_BYTES = 128  # of every message; a short value is in the head, a longer one follows
 HEAD = struct.Struct("<16sBQ?")  # digest, status, length of the value, whether it is compressed
-# Values of such a length are compressed, because what ranks say is mostly equal; longer ones are
-# tensors of a module's own state, for which that would take seconds.
+# Values of these lengths are compressed, because ranks mostly send the same text; longer ones are
+# tensors of a module's extra state, for which compression would take seconds.
 LONG_BYTES, HUGE_BYTES = 512, 1 << 20
-# All did this and succeeded; they did not; the error of all; the ranks have ended, and why
+# All took this action and succeeded; they did not; the error for all; the group has ended, and why
 FINE, TROUBLE, END, ENDED = range(4)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A digest of what the sender does, whether it and those below it have done it, and a value."""
+    """A digest of the sender's action, whether it and the ranks below succeeded, and a value."""
 
     digest: bytes
     status: int
@@ -27,7 +27,7 @@ class Message:
 
     @cached_property
     def parts(self) -> list[bytes]:
-        """The pieces to send: the head, and the value unless it is short enough for the head."""
+        """Return the pieces to send: the head, and the value unless it fits into the head."""
         value, is_long = self.value, LONG_BYTES < len(self.value) <= HUGE_BYTES
         if is_long:
             value = zlib.compress(value, 1)
@@ -38,11 +38,11 @@ class Message:
 
     @classmethod
     def unpack(cls, head: bytes, receive: Callable[[int], bytes]) -> Message:
-        """The message of a head.
+        """Read a message whose head has arrived.
 
         Args:
-            head: the first of its `parts`.
-            receive: returns as many bytes as it is asked for, which follow.
+            head: the first of the message's `parts`.
+            receive: receives the given number of bytes, which follow.
         """
         digest, status, length, is_long = HEAD.unpack_from(head)
         is_short = HEAD.size + length <= HEAD_BYTES

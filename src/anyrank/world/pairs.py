@@ -1,4 +1,4 @@
-"""gloo's group of some ranks, whose pairs connect when they are first used."""
+"""A gloo group of some ranks, in which a pair of ranks connects at its first message."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from anyrank.world.waits import GroupState
 
 log = logging.getLogger("anyrank.world")
 
-GLOO_SEC = 60  # gloo waits longer than we do by this, so that our error names the missing ranks
-CONNECT_SEC = 120.0  # for a full mesh of connections between ranks that have just met
+GLOO_SEC = 60  # gloo waits this much longer than anyrank, whose error names the missing ranks
+CONNECT_SEC = 120.0  # for a full mesh of connections between ranks that have just arrived
 
 
 def gloo_timeout() -> timedelta:
-    """How long gloo may wait: longer than we wait."""
+    """Return how long gloo may wait: longer than anyrank waits."""
     return timedelta(seconds=TIMEOUT_SEC.get() + GLOO_SEC)
 
 
 def open_pairs(state: GroupState) -> Any:
-    """Open gloo's group without any connection; None if this torch knows only the full mesh.
+    """Open a gloo group without connections; None if this torch supports only the full mesh.
 
-    It writes this rank's address into the store, and waits for nobody.
+    It writes this rank's address into the store, and does not wait.
     """
     # torch has no public way; see docs/dev/private-names.md. new_group() would share its names and
     # keys with the user's groups.
@@ -49,11 +49,14 @@ def open_pairs(state: GroupState) -> Any:
 
 @cache
 def _tell_of_mesh(reason: str) -> None:
-    log.info("this torch connects all ranks with one another when they first meet: %s", reason)
+    log.info(
+        "this torch version connects all pairs of ranks at the first call, which takes longer: %s",
+        reason,
+    )
 
 
 def open_mesh(state: GroupState, call: str) -> Any:
-    """Open gloo's group of ranks that have all arrived, and connect them all. All ranks."""
+    """Open a gloo group of ranks that have all arrived, and connect all pairs. Collective."""
     limit = min(float(TIMEOUT_SEC.get()), CONNECT_SEC)
     end = time.monotonic() + limit + 5
 

@@ -1,12 +1,12 @@
-"""The processes of a call: the same code without a process group, on one rank and on many.
+"""The processes of a call; the same code works without a process group, on one rank and on many.
 
-All messages use connections that `torch.distributed` does not know: they neither interfere with
-the user's groups nor need an accelerator. A function whose docstring says "All ranks" agrees with
-the other ranks here: each rank calls it, in the same order.
+All messages use connections that `torch.distributed` does not know, so they neither interfere with
+the user's groups nor need an accelerator. A function whose docstring says "Collective." agrees with
+the other ranks here: every rank must call it, in the same order.
 
-Ranks talk through a tree: each sends and receives a few messages of a few bytes, however many ranks
-there are. So values are merged on their way (`reduce`). Only the first rank gets a list of all
-ranks' values (`collect`), unless a comment says why every rank needs it (`gather`).
+Ranks communicate through a tree: each sends and receives a few messages of a few bytes, however
+many ranks there are. So values are merged on the way (`reduce`). Only the first rank gets a list of
+all ranks' values (`collect`), unless a comment says why every rank needs it (`gather`).
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ PART = struct.Struct("<IQ")  # before each rank's value in a list of them: its p
 
 
 class Ranks:
-    """The ranks that take part in a call. All of them call the methods that say "All ranks".
+    """The ranks that take part in a call. Every rank must call the methods that say "Collective.".
 
-    The `what` of a method is compared on all ranks. Values must pickle. All of these methods raise
-    the same errors on all ranks:
+    The `what` of a method must be the same on every rank. Values must pickle. Each of these methods
+    raises the same error on every rank:
 
         AnyrankError: work failed on a rank. The error has the class that the first failing rank
-            raised, with each cause; it is a RankError for an exception that is not one of
-            anyrank's.
-        RankError: a rank has died or did not come, named if known; or it does something else.
+        raised, and lists each cause. It is a RankError for an exception that is not one of
+        anyrank's. RankError: a rank has died or did not arrive, and is named if known; or it made a
+        different call.
 
     Args:
         ranks: their global ranks, in the group's order.
         rank: this process's global rank.
-        call: the call that they make, for messages.
-        channel: 0, or the number of a thread's own connections.
+        call: the call that the ranks make, for messages.
+        channel: 0, or the number of the connections that a thread has for itself.
 
     Attributes:
         nodes: for each of `ranks`, the index of its machine.
         hosts: for each machine, its name.
 
     Raises:
-        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
+        RankError: not every rank arrived within ANYRANK_TIMEOUT_SEC.
     """
 
     connections: Connections | None = None
@@ -87,7 +87,7 @@ class Ranks:
         self.call, self.channel = call or "", channel
         self.nodes: tuple[int, ...] = (0,) * len(ranks)
         self.hosts: tuple[str, ...] = (socket.gethostname(),)
-        self._depth = 0  # agreements under way; one may run in the work of another
+        self._depth = 0  # agreements in progress; one may run in the work of another
         if call is not None and len(ranks) > 1:
             self._connect()
 
@@ -104,7 +104,7 @@ class Ranks:
 
     @property
     def index(self) -> int:
-        """Position of this rank in `ranks`."""
+        """The position of this rank in `ranks`."""
         return self.ranks.index(self.rank)
 
     @property
@@ -114,31 +114,31 @@ class Ranks:
 
     @property
     def ranks_on_node(self) -> int:
-        """How many of the ranks share this machine."""
+        """The number of ranks on this machine."""
         return self.nodes.count(self.node)
 
     def name_ranks(self, ranks: Sequence[int] | FirstRanks) -> str:
-        """Ranks as text; with their machines if there are several."""
+        """Return ranks as text, with their machines if there are several."""
         connections = self.connections
         return connections.state.name_ranks(ranks) if connections else name_ranks(ranks)
 
     # -- work that may fail -----------------------------------------------------------------------
 
     def run(self, what: str, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if one fails, all raise. All ranks.
+        """Run `work` on every rank; if it fails on one, every rank raises. Collective.
 
-        `work` must not wait for other ranks, unless it still answers them after it has failed
-        itself.
+        `work` must not wait for other ranks, unless it still answers them after its own failure.
 
         Returns:
-            The very object that this rank's work returned; none of it is sent.
+            The object that this rank's work returned, which is not sent.
         """
         return self._run("run", what, lambda: (work(), b""), b"".join, goes_down=False)[0]
 
     def run_on_one(self, what: str, work: Callable[[], T], rank: int | None = None) -> T:
-        """Run `work` on one rank, by default the first; return its result everywhere. All ranks.
+        """Run `work` on one rank, by default the first; return its result on every rank.
+        Collective.
 
-        That rank gets the very object, the others get a copy.
+        That rank gets the object itself, the others get a copy.
         """
         if self.connections is None:
             return work()
@@ -154,16 +154,17 @@ class Ranks:
     def run_and_reduce(
         self, what: str, work: Callable[[], tuple[S, T]], merge: Callable[[T, T], T]
     ) -> tuple[S, T]:
-        """Run `work` on every rank; each keeps one result, and shares another. All ranks.
+        """Run `work` on every rank; each keeps one result and shares a second one. Collective.
 
         Args:
             what: what the ranks do, for messages.
             work: returns a pair: what this rank keeps, and what it shares.
-            merge: merges what two ranks share. It also runs on other ranks and in another thread,
-                so it must be quick and change nothing, and its order and grouping must not matter.
+            merge: merges what two ranks share. It also runs on other ranks and in a different
+                thread, so it must be quick and free of side effects, and the order and grouping of
+                values must not matter.
 
         Returns:
-            The very object that this rank keeps, and the merge of what all ranks share.
+            The object that this rank keeps, and the merge of what all ranks share.
         """
         if self.connections is None:
             return work()
@@ -173,7 +174,8 @@ class Ranks:
     def run_and_collect(
         self, what: str, work: Callable[[], tuple[S, T]]
     ) -> tuple[S, list[T] | None]:
-        """Run `work` as `run_and_reduce` does; the first rank gets a list of all values. All ranks.
+        """Run `work` as `run_and_reduce` does; the first rank gets a list of all values.
+        Collective.
 
         The list is in the group's order; the other ranks get None.
         """
@@ -184,10 +186,11 @@ class Ranks:
         return kept, self._parts(data) if self.index == 0 else None
 
     def run_and_gather(self, what: str, work: Callable[[], tuple[S, T]]) -> tuple[S, list[T]]:
-        """Run `work` as `run_and_reduce` does; every rank gets a list of all values. All ranks.
+        """Run `work` as `run_and_reduce` does; every rank gets a list of all values. Collective.
 
         The list is in the group's order. Because each rank gets as many values as there are ranks,
-        each has at most 64 bytes, and a comment at the call says why all ranks need them.
+        a value has at most 64 bytes, and a comment at the call says why every rank needs all of
+        them.
         """
         if self.connections is None:
             kept, value = work()
@@ -198,32 +201,34 @@ class Ranks:
     # -- values -----------------------------------------------------------------------------------
 
     def reduce(self, what: str, value: T, merge: Callable[[T, T], T]) -> T:
-        """Merge the values of all ranks; see `run_and_reduce`. All ranks."""
+        """Merge the values of all ranks; see `run_and_reduce`. Collective."""
         return self.run_and_reduce(what, lambda: (None, value), merge)[1]
 
     def any(self, what: str, flag: bool) -> bool:
-        """Return whether the flag is set on any rank. All ranks."""
+        """Return whether the flag is set on any rank. Collective."""
         return self.reduce(what, flag, operator.or_)
 
     def collect(self, what: str, value: T) -> list[T] | None:
-        """List every rank's value on the first, in the group's order; None elsewhere. All ranks."""
+        """Return all ranks' values, in the group's order, on the first rank; None elsewhere.
+        Collective.
+        """
         return self.run_and_collect(what, lambda: (None, value))[1]
 
     def gather(self, what: str, value: T) -> list[T]:
-        """Return every rank's value, in the group's order; see `run_and_gather`. All ranks."""
+        """Return every rank's value, in the group's order; see `run_and_gather`. Collective."""
         return self.run_and_gather(what, lambda: (None, value))[1]
 
     def start_reduce(
         self, what: str, cause: Exception | None, value: T, merge: Callable[[T, T], T]
     ) -> Callable[[], T]:
-        """Start the agreement of `run_and_reduce` on work that is done. All ranks.
+        """Start the agreement of `run_and_reduce` on work that is already done. Collective.
 
-        It continues in a thread; the function that is returned waits for its end.
+        It continues in a thread; the returned function waits for its end.
 
         Args:
             what: what the ranks do, for messages.
-            cause: error that the work raised.
-            value: value that this rank shares, if its work raised nothing.
+            cause: the error that the work raised.
+            value: the value that this rank shares, if its work did not fail.
             merge: as for `run_and_reduce`.
         """
         if self.connections is None:
@@ -233,13 +238,13 @@ class Ranks:
         return lambda: pickle.loads(wait())  # noqa: S301 - from our own ranks
 
     def start_any(self, what: str, flag: bool) -> Callable[[], bool]:
-        """Start what `any` does; the function that is returned waits for it. All ranks."""
+        """Start what `any` does; the returned function waits for it. Collective."""
         return self.start_reduce(what, None, flag, operator.or_)
 
     # ---------------------------------------------------------------------------------------------
 
     def ready(self) -> Connections:
-        """Return the connections; new ones if the ranks failed on them and all of them live."""
+        """Return the connections; open new ones if a call failed on them and no rank has died."""
         connections = self.connections
         assert connections is not None
         if connections.has_failed and not self._depth and not connections.state.has_dead_rank:
@@ -255,7 +260,7 @@ class Ranks:
         *,
         goes_down: bool = True,
     ) -> tuple[S, bytes]:
-        """Run work that returns what this rank keeps and what it shares, and agree. All ranks."""
+        """Run work that returns what this rank keeps and what it shares, and agree. Collective."""
         if self.connections is None:
             return work()
         connections = self.ready()
@@ -283,7 +288,7 @@ class Ranks:
         *,
         goes_down: bool = True,
     ) -> Callable[[], bytes]:
-        """Start an agreement; return the wait for the merged data of all ranks. All ranks."""
+        """Start an agreement; return a function that waits for the merged data. Collective."""
         action = Action(self.number, self.call[:NAME_CHARACTERS], what[:NAME_CHARACTERS])
         agreement = Agreement(connections, action, kind, data, cause, merge, goes_down=goes_down)
         wait_for = connections.talk(agreement.run, what)
@@ -302,7 +307,7 @@ class Ranks:
         return wait
 
     def _part(self, work: Callable[[], tuple[S, T]]) -> Callable[[], tuple[S, bytes]]:
-        """Wrap work whose value goes into a list, in the form that `_parts` reads."""
+        """Wrap work so that its value has the form that `_parts` reads."""
 
         def run() -> tuple[S, bytes]:
             kept, value = work()
@@ -321,15 +326,15 @@ class Ranks:
         return [values[index] for index in sorted(values)]
 
     def end(self, why: str, is_death: bool) -> RankError | None:
-        """End what the ranks do, from one rank and without a wait: the others' waits raise an error
-        with this reason. The next call connects the ranks anew.
+        """End the group from one rank, without waiting: waits of the other ranks raise an error
+        with this reason. The next call opens new connections.
 
         Args:
             why: the reason.
-            is_death: whether this rank leaves because another died.
+            is_death: whether this rank leaves because another rank died.
 
         Returns:
-            The error of the rank that ended it first; None if this process is alone.
+            The error of the rank that ended the group first; None if this process is alone.
         """
         if self.connections is None:
             return None
@@ -340,7 +345,7 @@ class Ranks:
 
 
 def one_process() -> Ranks:
-    """Return this process alone, whatever groups there are."""
+    """Return only this process, whatever groups exist."""
     return Ranks((0,), 0)
 
 
@@ -348,19 +353,19 @@ def one_process() -> Ranks:
 def open_ranks(
     process_group: Group = None, call: str = "this call", *, may_be_alone: bool = False
 ) -> Generator[Ranks, None, None]:
-    """Open the ranks of a group, by default of the default group or this process alone. All ranks.
+    """Open the ranks of a group; by default the default group, or only this process. Collective.
 
     The first call opens their connections, and later calls use them again.
 
     Args:
         process_group: see `Group`.
         call: name of the call that the ranks make, the same on each: "load()".
-        may_be_alone: whether one of several processes that are in no group yet only gets a warning,
-            because models are built and filled before the group.
+        may_be_alone: whether to log only a warning if several processes are not in a group yet,
+            because models may be built and filled before the group exists.
 
     Raises:
-        AnyrankError: several processes were started, and they are in no group.
-        RankError: not every rank came within ANYRANK_TIMEOUT_SEC.
+        AnyrankError: several processes were started and are not in a group.
+        RankError: not every rank arrived within ANYRANK_TIMEOUT_SEC.
     """
     if not may_be_alone:
         check_has_group(process_group, call)
@@ -382,7 +387,7 @@ def _pickled(work: Callable[[], tuple[S, object]]) -> Callable[[], tuple[S, byte
 
 
 def _merging(merge: Callable[[T, T], T]) -> Merge:
-    """Merge values as bytes."""
+    """Wrap a function that merges values, so that it merges pickled ones."""
 
     def merge_all(parts: Sequence[bytes]) -> bytes:
         if len(parts) == 1:
@@ -394,7 +399,7 @@ def _merging(merge: Callable[[T, T], T]) -> Merge:
 
 
 def _done(value: T, cause: Exception | None) -> Callable[[], T]:
-    """Return the wait for work that is done, for a process alone."""
+    """Return a function that returns finished work at once, for a process alone."""
 
     def take() -> T:
         if cause is not None:
@@ -407,13 +412,13 @@ def _done(value: T, cause: Exception | None) -> Callable[[], T]:
 def _describe_crossing(
     actions: Mapping[Action, FirstRanks], name_ranks: Callable[[Sequence[int] | FirstRanks], str]
 ) -> str:
-    """Describe ranks that do different things: the number and name of each one's call, and what it
-    does.
+    """Return the error text for ranks that called different operations, with each operation and its
+    ranks.
     """
     tellings: list[Callable[[Action], str]] = [
         lambda action: action.what,
         lambda action: action.call,
-        lambda action: f"{action.call}, its call {action.number}",
+        lambda action: f"{action.call} as call {action.number}",
     ]
     by_text: dict[str | None, FirstRanks] = {}
     for tell in tellings:
@@ -423,5 +428,5 @@ def _describe_crossing(
             by_text[text] = by_text[text] + ranks if text in by_text else ranks
         if len(by_text) > 1:
             break
-    text = describe_texts("ranks do different things at the same place", by_text, name_ranks)
-    return f"{text}: make the same calls on all ranks, in the same order"
+    text = describe_texts("ranks called different operations", by_text, name_ranks)
+    return f"{text}. Make the same calls in the same order on every rank."

@@ -1,7 +1,8 @@
 """The job's store (torch's TCPStore), with a deadline for every call.
 
-A call on a TCPStore waits for ever once the network to its host is cut. So a thread makes the call,
-and the caller waits for a limited time. After one call without an answer the store counts as lost.
+A call on a TCPStore waits forever once the network to its machine is cut. So a thread makes the
+call, and the caller waits for a limited time. After one call without an answer, the store counts as
+lost.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from anyrank.world.helper_thread import HelperThread
 
 T = TypeVar("T")
 
-FIRST_PAUSE_SEC, LAST_PAUSE_SEC = 0.001, 0.1  # between two looks at a key
-ANSWER_SEC = 10.0  # a store within reach answers in less than a millisecond
+FIRST_PAUSE_SEC, LAST_PAUSE_SEC = 0.001, 0.1  # between two polls of a key
+ANSWER_SEC = 10.0  # a reachable store answers in less than a millisecond
 
 
 class StoreLost(RankError):
-    """The store does not answer, or the connection to it is closed."""
+    """Raised if the store does not answer, or the connection to it is closed."""
 
 
 class Store:
@@ -30,7 +31,7 @@ class Store:
 
     Args:
         store: torch's store.
-        prefix: beginning of all keys.
+        prefix: prefix of all keys.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -87,13 +88,13 @@ class Store:
     def wait(self, keys: Sequence[str], seconds: float, pause_sec: float = FIRST_PAUSE_SEC) -> bool:
         """Wait until all of the keys exist; return whether they did within `seconds`.
 
-        It asks repeatedly, because the store's own wait() prints two warnings in C++ each time that
-        it ends without the keys.
+        It polls, because the store's own wait() prints two warnings from C++ each time that it ends
+        without the keys.
 
         Args:
             keys: names of keys.
             seconds: time limit.
-            pause_sec: time between the first two questions; later pauses grow.
+            pause_sec: time between the first two polls; later pauses are longer.
         """
         end, last_sec = time.monotonic() + seconds, max(pause_sec, LAST_PAUSE_SEC)
         while not self.has(keys):
@@ -105,7 +106,7 @@ class Store:
         return True
 
     def find_absent(self, keys: Sequence[str], limit: int) -> list[int]:
-        """Find positions of up to `limit` keys that do not exist; few calls if few are missing."""
+        """Find the positions of up to `limit` missing keys; takes few calls if few are missing."""
 
         def search(low: int, high: int, missing: list[int]) -> list[int]:
             if len(missing) >= limit or self.has(keys[low:high]):

@@ -1,5 +1,5 @@
-"""The tree in which ranks talk: a machine's ranks are children of its first one, and the machines'
-first ranks form a tree, so that one message of each machine crosses the network.
+"""The tree through which ranks communicate: a machine's ranks are children of its first rank, and
+the machines' first ranks form a tree, so that one message per machine crosses the network.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ DEGREE = 16
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The ranks that one rank talks to, as positions in the group.
+    """The ranks with which one rank communicates, as positions in the group.
 
     Attributes:
-        parent: position that it reports to; None for the root, which is the first rank.
-        children: positions that report to it.
+        parent: position that it sends to; None for the root, which is the first rank.
+        children: positions that send to it.
     """
 
     parent: int | None
@@ -27,7 +27,8 @@ def find_neighbors(nodes: Sequence[int], index: int) -> Neighbors:
     """Find the neighbors of a rank in the tree.
 
     Args:
-        nodes: for each rank, the number of its machine, in the order of their first appearance.
+        nodes: for each rank, the number of its machine; machines are numbered in order of
+            appearance.
         index: position of the rank.
     """
     by_node: dict[int, list[int]] = {}
@@ -42,7 +43,7 @@ def find_neighbors(nodes: Sequence[int], index: int) -> Neighbors:
 
 
 def _within(members: Sequence[int], index: int) -> tuple[int | None, list[int]]:
-    """Find the parent and the children of one of the members, in a tree of them alone."""
+    """Find the parent and the children of one member, in a tree of only the members."""
     number = members.index(index)
     parent = members[(number - 1) // DEGREE] if number else None
     return parent, [*members[number * DEGREE + 1 : (number + 1) * DEGREE + 1]]

@@ -1,8 +1,8 @@
-"""Waiting for other ranks: never silently, and never longer than the timeout.
+"""Waits for other ranks: never silently, and never longer than the timeout.
 
 A rank that waits for longer than a second writes into the job's store that it has arrived, and
-reads there which ranks have not: one rank looks for all. A rank that finds that the ranks cannot
-continue writes the reason there: all ranks raise the first reason that was written.
+reads from it which ranks have not; one rank looks for all. A rank that finds that the ranks cannot
+continue writes the reason there; every rank raises the first reason that was written.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from anyrank.world.store import ANSWER_SEC, Store, StoreLost
 
 log = logging.getLogger("anyrank.world")
 
-POLL_SEC = 1.0  # how often a rank that waits checks the others
-WARN_SEC = 10.0  # until the first warning; each further one comes after twice the time
-LOOKING = "looking"  # in the store, while a rank looks for the absent ones
-WAY_OUT = "make the same calls on all ranks, or pass process_group=anyrank.ALONE"
+POLL_SEC = 1.0  # how often a waiting rank checks the others
+WARN_SEC = 10.0  # until the first warning; each later one comes after twice the time
+LOOKING = "looking"  # in the store, while a rank looks for the absent ranks
+WAY_OUT = (
+    "Every rank must make the same calls; for a call of only one process, pass "
+    "process_group=anyrank.ALONE."
+)
 
 
 class GroupState:
@@ -50,7 +53,7 @@ class GroupState:
         self.error: tuple[str, dict[int, str]] | None = None
 
     def name_ranks(self, ranks: Sequence[int] | FirstRanks) -> str:
-        """Ranks as text; with their machines if there are several."""
+        """Return ranks as text, with their machines if there are several."""
         if len(self.hosts) == 1:
             return name_ranks(ranks)
         some = ranks if isinstance(ranks, FirstRanks) else FirstRanks.first_of(ranks)
@@ -63,7 +66,7 @@ class GroupState:
         return f"{text} and {more:,} more" if more else text
 
     def arrive(self, number: int, text: str = "") -> None:
-        """Write that this rank has arrived at the wait of this number, and `text` with it."""
+        """Write that this rank has arrived at the wait with this number, and add `text`."""
         self.store.set(arrival_key(number, self.rank), text)
 
     def leave(self, number: int) -> None:
@@ -71,13 +74,13 @@ class GroupState:
         self.store.delete(arrival_key(number, self.rank))
 
     def find_absent(self, number: int, look: str) -> list[int] | None:
-        """Find the ranks that have not arrived at a wait; at most one more than a message names.
+        """Find ranks that have not arrived at a wait, at most one more than a message names.
 
-        The first rank that asks looks for all, because there are as many keys as ranks.
+        The first rank that calls this looks for all ranks, because there are as many keys as ranks.
 
         Args:
             number: number of the wait.
-            look: a name for this look, the same on all ranks.
+            look: a name for this search, the same on every rank.
 
         Returns:
             The ranks; None while another rank is looking.
@@ -94,7 +97,7 @@ class GroupState:
         return [rank for rank in json.loads(answer) if not self._has_arrived(number, rank)]
 
     def forget_look(self, number: int, look: str) -> None:
-        """Remove what `find_absent` wrote."""
+        """Remove the keys that `find_absent` wrote."""
         self.store.delete(_look_key(number, look))
 
     def _look_for_absent(self, number: int) -> list[int]:
@@ -105,11 +108,11 @@ class GroupState:
         return self.store.has([arrival_key(number, rank)])
 
     def end(self, text: str, causes: Sequence[int] = (), cause: str = NO_ANSWER) -> RankError:
-        """End the group; return the error for all ranks, which is the first that was written.
+        """End the group; return the error for all ranks: the first one that was written.
 
         Args:
             text: the reason, used if no other rank has written one.
-            causes: the ranks at fault.
+            causes: the ranks that are at fault.
             cause: what they did.
         """
         error: tuple[str, dict[str, str]] = text, dict.fromkeys(map(str, causes), cause)
@@ -141,28 +144,30 @@ class GroupState:
         alive = {node for rank, node in rank_nodes if rank not in dead}
         dead_hosts = [host for node, host in enumerate(self.hosts) if node not in alive]
         if not dead:
-            text = "the connection between the ranks broke, and no rank has closed it"
+            text = "the connection between the ranks broke, but no rank has closed it"
         elif dead_hosts:
-            text = f"{self.name_ranks(dead)} died or does not answer: {', '.join(dead_hosts)} or "
-            text += "the network to it is gone"
+            verb = "is" if len(dead_hosts) == 1 else "are"
+            text = f"{self.name_ranks(dead)} died or stopped responding: {', '.join(dead_hosts)} "
+            text += f"{verb} down or unreachable"
         else:
-            text = f"{self.name_ranks(dead)} died or does not answer: look at its log for the cause"
+            logs = "its log" if len(dead) == 1 else "their logs"
+            text = f"{self.name_ranks(dead)} died or stopped responding; see {logs} for the cause"
         return self.end(text, dead)
 
 
 class Wait:
-    """One wait of this rank for others.
+    """One wait of this rank for other ranks.
 
     Attributes:
-        spent_sec: seconds that the main thread of this process has waited so far.
-        current: the newest wait of the main thread that has lasted; it may have ended.
+        spent_sec: seconds that the main thread of this process has spent in waits.
+        current: the newest wait of the main thread that took a while; it may have ended.
 
     Args:
         state: state of the group.
         what: what this rank waits for, for messages.
         find_closed: returns the ranks whose connections are closed.
         number: number of the wait, if all ranks take part; None for a wait for `peers`.
-        peers: ranks that this one waits for, if there is no number.
+        peers: the ranks that this one waits for, if `number` is None.
     """
 
     spent_sec = 0.0
@@ -181,12 +186,12 @@ class Wait:
         self.start_sec = time.monotonic()
         self.warn_sec, self.probe_sec = WARN_SEC, POLL_SEC
         self.has_arrived = False
-        self.looks: list[str] = []  # looks that this rank has asked for
+        self.looks: list[str] = []  # names of the searches that this rank has requested
         self.timeout_sec = TIMEOUT_SEC.get()
         self.poll_sec = min(POLL_SEC, self.timeout_sec / 4)
 
     def poll(self) -> None:
-        """Check whether the wait can still end, and warn of the ranks that are missing.
+        """Check whether the wait can still end, and warn about missing ranks.
 
         Raises:
             RankError: the wait cannot end, or has lasted ANYRANK_TIMEOUT_SEC.
@@ -200,7 +205,7 @@ class Wait:
             if self.number is not None and not self.has_arrived:
                 self.state.arrive(self.number)
                 self.has_arrived = True
-        if seconds > self.probe_sec:  # each probe leaks a little memory in gloo, so they get rarer
+        if seconds > self.probe_sec:  # rarer and rarer: each probe leaks some memory in gloo
             self.probe_sec = 2 * seconds
             if dead := self.find_closed():
                 raise self.state.end_for_death(dead)
@@ -215,7 +220,7 @@ class Wait:
                 self._log_warning(absent, round(seconds))
 
     def finish(self) -> None:
-        """Clean up after the wait, whether it succeeded or not."""
+        """Clean up after the wait, whether or not it succeeded."""
         if threading.current_thread() is threading.main_thread():
             Wait.spent_sec += time.monotonic() - self.start_sec
             Wait.current = None
@@ -238,29 +243,31 @@ class Wait:
 
     def _log_warning(self, absent: Sequence[int], seconds: int) -> None:
         state = self.state
-        reason = (
-            f" for {state.name_ranks(absent)}: {WAY_OUT}" if absent else ", and who is missing "
-        )
-        reason += "" if absent else "is not known" if state.store.lost else "has just come"
+        if absent:
+            reason = f" for {state.name_ranks(absent)}. {WAY_OUT}"
+        elif state.store.lost:
+            reason = "; the missing ranks are unknown because the store does not answer"
+        else:
+            reason = "; the missing ranks have just arrived"
         log.warning("%s: rank %d has waited %d s%s", self.what, state.rank, seconds, reason)
 
     def _as_timeout(self, absent: Sequence[int]) -> RankError:
-        """Make the error for a wait of ANYRANK_TIMEOUT_SEC."""
+        """Make the error for a wait that lasted ANYRANK_TIMEOUT_SEC."""
         state, deadline = self.state, f"within {self.timeout_sec:.0f} s"
         if absent:
-            text = f"{state.name_ranks(absent)} did not come to {self.what!r} {deadline}: {WAY_OUT}"
-            return state.end(text, absent, "did not come")
+            text = f"{state.name_ranks(absent)} did not reach {self.what!r} {deadline}. {WAY_OUT}"
+            return state.end(text, absent, "did not arrive")
         # If the network is cut, no rank knows which others have arrived.
         others = [rank for rank in state.ranks if rank != state.rank]
         own_node = state.nodes[state.ranks.index(state.rank)]
         remote = [r for r, node in zip(state.ranks, state.nodes, strict=True) if node != own_node]
-        text = f"no answer from {state.name_ranks(remote or others)} {deadline} in {self.what!r}: "
-        text += "the network or a process is stuck or gone"
+        text = f"{state.name_ranks(remote or others)} did not respond {deadline} during "
+        text += f"{self.what!r}: a process or the network hangs or is down"
         return state.end(text, (remote or others)[:SHOWN])
 
 
 def arrival_key(number: int, rank: int) -> str:
-    """The store's key that says that a rank has arrived at a wait."""
+    """Return the key of the store that says that a rank has arrived at a wait."""
     return f"came/{number}/{rank}"
 
 

@@ -55,7 +55,7 @@ def job_sync(change: str) -> Any:
     ("change", "words"),
     [
         ("shape", "weight: the model has shape [64, 65], the source [64, 64] (weight)"),
-        ("name", "missing in the source (2):"),
+        ("name", "missing from the source (2):"),
         ("option", "missing= differs between ranks: 'error' on ranks 0, 1, 'keep' on rank 2"),
         ("no src", "src= is None, or has no tensors, on every rank"),
         ("no dst", "dst= is None, or has no tensors, on every rank"),
@@ -83,7 +83,7 @@ def test_a_wrong_type_is_told_to_all() -> None:
     assert (
         texts
         == [
-            "sync() failed on 1 of 2 ranks, so on all:\n"
+            "sync() failed on 1 of 2 ranks, so every rank stops:\n"
             "[rank 1] dst=: expected a torch.nn.Module, a dict of tensors or None, got str"
         ]
         * 2

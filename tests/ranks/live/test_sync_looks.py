@@ -96,7 +96,7 @@ def test_what_changed_on_one_rank_is_seen_on_all() -> None:
     one, other, idle = run_ranks(3, change_one_rank, timeout=60)
     assert one == other == idle
     assert one[:6] == [True, False, True, False, True, 5]
-    assert "missing in the source (1):\n  more" in one[6]
+    assert "missing from the source (1):\n  more" in one[6]
     assert one[7:] == [5, False, 6]
 
 

@@ -116,7 +116,7 @@ def job_dtype() -> None:
     if dist.get_rank() == 0:
         assert torch.equal(back.weight, src.weight.bfloat16().float())
     whole = {"weight": torch.zeros(4, 4, dtype=torch.int64), "bias": torch.zeros(4)}
-    words = "torch.float32 of the source (weight) does not become torch.int64"
+    words = "the source has torch.float32 (weight), but the model has torch.int64"
     refused(words, lambda: anyrank.sync(on(1, whole), on(0, src)))
 
 
@@ -142,7 +142,7 @@ def job_frozen() -> None:
 
 def job_rename() -> None:
     src, dst = nn.ModuleDict({"actor": net()}), net()
-    words = "missing in the source (4):"
+    words = "missing from the source (4):"
     refused(words, lambda: anyrank.sync(dst, src))
     for rename in ({"actor": ""}, [("^actor[.]", "")], lambda key: key.removeprefix("actor.")):
         report = anyrank.sync(on(1, dst), on(0, src), rename=rename)
@@ -167,7 +167,7 @@ def job_uneven() -> None:
 
 def job_missing() -> None:
     src, dst = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-    words = "missing in the source (1):\n  bias"
+    words = "missing from the source (1):\n  bias"
     refused(words, lambda: anyrank.sync(on(1, dst), on(0, src)))
     before = dst.bias.clone()
     report = anyrank.sync(on(1, dst), on(0, src), missing="keep")
@@ -232,7 +232,7 @@ def job_mesh_in_another_order() -> None:
     anyrank.sync(dst, ordered)  # of the same shape: what was found of it does not excuse the next
     turned = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0]))
     before = turned.weight.full_tensor()
-    words = "weight: this rank is at place 1 of axis 0 of its mesh, and at place 0 of the process"
+    words = "weight: this rank has position 1 on axis 0 of its mesh, but position 0 in that"
     refused(words, lambda: anyrank.sync(dst, turned))
     refused(words, lambda: anyrank.sync(turned, dst))
     refused(words, lambda: anyrank.load(turned, dst.state_dict()))

@@ -29,7 +29,11 @@ def job_one_wrong(options: dict[str, Any]) -> tuple[str, str]:
     [
         ("WrongValue", {"missing": "erorr"}, "missing='erorr'"),
         ("WrongType", {"buffer_bytes": "1 MiB"}, "buffer_bytes='1 MiB'"),
-        ("WrongType", {"source": 5}, "source= takes a path, a list of paths, or a dict of tensors"),
+        (
+            "WrongType",
+            {"source": 5},
+            "source=: expected a path, a list of paths or a dict of tensors",
+        ),
     ],
 )
 def test_one_ranks_wrong_argument_is_the_same_error_on_all(

@@ -216,5 +216,5 @@ def test_copies_that_differ_in_one_tensor_under_one_header_and_time_are_told_apa
     other = 3 * torch.ones(WIDTH * WIDTH)
     data.write_bytes(content[:start] + other.numpy().tobytes() + content[start + len(middle) :])
     os.utime(data, (1, 1))
-    with pytest.raises(RanksFailed, match="is another file here than where its header"):
+    with pytest.raises(RanksFailed, match="differs from the file whose header was read on another"):
         run_ranks(2, job_own_folder, str(tmp_path), name)

@@ -160,7 +160,7 @@ def test_each_machine_may_have_a_copy_of_the_file_of_its_own(tmp_path: Any) -> N
     for weight in run_ranks(2, job_own_copy, str(tmp_path), True):
         assert torch.equal(weight, state["weight"])
     torch.save(nn.Linear(40, 40).state_dict(), tmp_path / "1" / "w.pt")
-    with pytest.raises(RanksFailed, match="is another file here than where its header"):
+    with pytest.raises(RanksFailed, match="differs from the file whose header was read on another"):
         run_ranks(2, job_own_copy, str(tmp_path), False)
 
 

@@ -228,7 +228,7 @@ def test_tensors_that_one_rank_has_are_found(tmp_path: Path, run: str) -> None:
 DAMAGE = {
     "no index": ("__3_0.json: is missing", lambda step: (step / "__3_0.json").unlink()),
     "another index": (
-        "__3_0.json: .* the file is damaged",
+        "__3_0.json: .* The file is corrupt",
         lambda step: (step / "__3_0.json").write_bytes((step / "__2_0.json").read_bytes()),
     ),
     "a cut file": (
@@ -271,7 +271,7 @@ def test_a_lost_piece_is_an_error_before_anything_changes(tmp_path: Path, run: s
     table = json.loads((step / "anyrank.json").read_text())
     table["ranks"][3][1:] = [len(data), rank_index_digest(data)]
     forge(step, table)
-    run_ranks(2, job_damaged, str(tmp_path), "indexes have .* elements: the step is damaged")
+    run_ranks(2, job_damaged, str(tmp_path), "indexes list only .* elements. The step is corrupt")
 
 
 def rank_index_digest(data: bytes) -> str:
@@ -282,7 +282,7 @@ def rank_index_digest(data: bytes) -> str:
 
 def job_flipped(path: str) -> None:
     with pytest.raises(
-        anyrank.LoadError, match=r"__1_0\.distcp: bytes 0 to .* the file is damaged"
+        anyrank.LoadError, match=r"__1_0\.distcp: bytes 0 to .* The file is corrupt"
     ):
         anyrank.load(fully_shard(net()), path, verify=True)
 
@@ -315,7 +315,9 @@ def test_a_copy_of_a_run_is_recognised_by_its_manifest(tmp_path: Path, run: str)
     run_ranks(2, job_copies, str(tmp_path))
     shutil.rmtree(tmp_path / "1" / "run")
     run_ranks(SAVED_ON, job_save, str(tmp_path / "1" / "run"))
-    with pytest.raises(RanksFailed, match=f"run/{STEP}: is another step here"):
+    with pytest.raises(
+        RanksFailed, match=f"run/{STEP}: differs from the step whose index was read on another rank"
+    ):
         run_ranks(2, job_copies, str(tmp_path))
 
 

@@ -66,5 +66,5 @@ def test_a_lost_scale_is_an_error(tmp_path: Path) -> None:
 
 def test_without_the_dialect_the_method_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a", torch.zeros(ROWS, COLUMNS, dtype=torch.long), torch.ones(ROWS, GROUPS))
-    with pytest.raises(anyrank.LoadError, match="quantized by compressed-tensors"):
+    with pytest.raises(anyrank.LoadError, match="quantized with compressed-tensors"):
         anyrank.load(nn.Sequential(nn.Linear(COLUMNS, ROWS)), tmp_path / "a")

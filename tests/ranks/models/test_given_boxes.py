@@ -87,8 +87,8 @@ def job_wrong() -> str:
 
 def test_a_box_outside_of_its_tensor_is_refused() -> None:
     for text in run_ranks(2, job_wrong):
-        assert "weight: says that it holds [4, 6]" in text
-        assert "at [6, 0] of its [9, 6]" in text
+        assert "weight: declares a box of sizes [4, 6]" in text
+        assert "at [6, 0] of the local shape [9, 6]" in text
 
 
 def trained(model: nn.Module, grads: torch.Tensor) -> tuple[nn.Module, Any]:

@@ -208,11 +208,11 @@ def job_misspelled() -> list[list[str]]:
 
 
 def test_a_name_that_no_tensor_has_is_told_by_each_rank_once() -> None:
-    text = "layout= names {}, which no tensor of this rank has"
+    text = "layout= names {}, which matches no tensor of this rank"
     one, other = run_ranks(2, job_misspelled)
     assert one[0] == other[0] == [text.format("down.*")]
     assert one[1] == other[1] == [text.format("upp.*"), text.format("up.wieght")]
-    idle = "x: rename= has it, and no key matches"  # once for all ranks
+    idle = "x: this entry of rename= matches no key"  # once for all ranks
     assert (one[2], other[2]) == ([idle, text.format("more")], [])
     assert one[3] == other[3] == [text.format("more")]
 
@@ -354,17 +354,29 @@ def job_wrong(change: str) -> str:
     [
         (
             "short",
-            "up.weight: this rank, at [0] of the mesh of its layout=, holds [3, 5], and the ",
+            "up.weight: this rank, at mesh coordinate [0] of its layout=, holds [3, 5], ",
         ),
-        ("long", "holds [5, 5], and the source [8, 5] (up.weight), of which the places hold [0]:"),
-        ("uneven", "of which the places hold [0]: [4, 5], [1]: [4, 5] as torch cuts it: for anoth"),
-        ("differs", "holds [4, 5], and the source [8, 5] (up.weight), of which the places hold"),
-        ("intervals", "up.weight: rank 0 holds [4, 5], and its part of [8, 5] by layout= is [3"),
-        ("absent", "up.bias: its layout= has rank 2 in its mesh, which takes no part in the call"),
-        ("own first", "up.bias: the ranks' layout= make no whole: the ranks at each place of"),
-        ("dim", "up.bias: layout= shards dim 1 of a tensor of 1 dims"),
+        (
+            "long",
+            "holds [5, 5], but the source has [8, 5] (up.weight), and an even split gives [0]:",
+        ),
+        ("uneven", "an even split gives [0]: [4, 5], [1]: [4, 5]. If the split is uneven"),
+        ("differs", "holds [4, 5], but the source has [8, 5] (up.weight), and an even split gives"),
+        (
+            "intervals",
+            "up.weight: rank 0 holds [4, 5], but its part of [8, 5] according to layout= is [3",
+        ),
+        (
+            "absent",
+            "up.bias: the mesh of its layout= has rank 2, which does not take part in the call",
+        ),
+        (
+            "own first",
+            "up.bias: the parts that the ranks declare by layout= do not add up to one tensor",
+        ),
+        ("dim", "up.bias: layout= shards dim 1, but the tensor has 1 dim"),
         ("raises", "layout= failed for up.weight: KeyError: 'up.weight'"),
-        ("answers", "layout= of up.weight: give (mesh, placements), not ['up.weight']"),
+        ("answers", "layout= of up.weight: expected (mesh, placements), got ['up.weight']"),
     ],
 )
 def test_parts_that_make_no_whole_are_refused(change: str, words: str) -> None:
@@ -400,14 +412,14 @@ def job_no_whole(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("src", "w: the ranks at the places of the mesh of its layout= hold [0]: [3], [1]: [4], "),
+        ("src", "w: at the mesh coordinates of its layout=, the ranks hold [0]: [3], [1]: [4], "),
         ("src on one", "hold only 4 of the 8 elements"),
-        ("dst", "and torch cuts a whole of [7] into [0]: [4], [1]: [3]: for another cut give"),
+        ("dst", "but an even split of shape [7] gives [0]: [4], [1]: [3]. If the split is uneven"),
         (
             "dst, not the source's",
-            "[1] of the mesh of its layout=, holds [3], and the source [8] (",
+            "at mesh coordinate [1] of its layout=, holds [3], but the source has [8] (",
         ),
-        ("dst, own first", "w: the ranks' layout= make no whole"),
+        ("dst, own first", "w: the parts that the ranks declare by layout= do not add up"),
         ("dst on one", "w: dst is sharded over 2 ranks, but only 1 of them passed it"),
     ],
 )
@@ -429,9 +441,9 @@ def test_what_is_no_layout_is_a_type_error(given: Any) -> None:
     ("intervals", "kind", "words"),
     [
         ([[(0, 2)], [(1, 1)]], ValueError, "an overlap before element 1"),
-        ([[(0, 1)], [(2, 1)]], ValueError, "a hole before element 2"),
-        ([[(0, 2)]], TypeError, "for each place on the one axis that shards"),
-        ([[0, 1], [1, 1]], TypeError, "for each place on the one axis that shards"),
+        ([[(0, 1)], [(2, 1)]], ValueError, "a gap before element 2"),
+        ([[(0, 2)]], TypeError, "for each position on the only mesh axis that shards"),
+        ([[0, 1], [1, 1]], TypeError, "for each position on the only mesh axis that shards"),
     ],
 )
 def test_intervals_hold_each_element_once(intervals: Any, kind: Any, words: str) -> None:
@@ -441,7 +453,9 @@ def test_intervals_hold_each_element_once(intervals: Any, kind: Any, words: str)
 
 
 def test_a_mesh_has_each_rank_once() -> None:
-    with pytest.raises(ValueError, match=r"layout= of weight: a rank is twice in its mesh: \[0, 0"):
+    with pytest.raises(
+        ValueError, match=r"layout= of weight: its mesh has duplicate ranks, \[0, 0"
+    ):
         anyrank.load(nn.Linear(2, 2), {}, layout={"weight": ([0, 0], [Shard(0)])})
 
 

@@ -154,5 +154,5 @@ def test_a_save_on_one_rank_alone_names_the_others(tmp_path: Path) -> None:
     assert found is not None
     kind, text, seconds = found
     assert kind == "RankError"
-    assert text.startswith("rank 1 did not come to 'comparing the samples' within 2 s")
+    assert text.startswith("rank 1 did not reach 'comparing the samples' within 2 s")
     assert seconds < SECONDS / 2

@@ -110,5 +110,5 @@ def job_release(path: str) -> str:
 def test_memory_that_is_released_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
     errors = set(run_ranks(2, job_release, str(tmp_path)))
     assert len(errors) == 1
-    assert "weight: its memory was released" in errors.pop()
+    assert "weight: its storage was freed" in errors.pop()
     assert not list(tmp_path.glob("step-*"))

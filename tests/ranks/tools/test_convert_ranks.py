@@ -137,7 +137,9 @@ def test_what_rename_empties_is_left_out_by_all_ranks(tmp_path: Path, layout: st
     for notes in run_ranks(2, job_left_out, str(tmp_path), layout):
         for skipped in notes:
             assert "embed.weight: rename= leaves it out" in skipped
-            assert "head.wieght: rename= has it, and no key matches (near: head.weight)" in skipped
+            assert (
+                "head.wieght: this entry of rename= matches no key (near: head.weight)" in skipped
+            )
             assert "blocks.1.count: rename= leaves it out" in skipped
     for to in ("safetensors", "dcp", "torch"):
         report = anyrank.diff(tmp_path / f"{layout}-{to}", wanted)
@@ -229,7 +231,7 @@ def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
     for text in texts:
         assert text == texts[0]
         assert "the ranks' models differ" in text[0]
-        assert "rank 0 has no further tensor, rank 1 has bias [2] torch.float32" in text[1]
+        assert "rank 0 has no other tensor, but rank 1 has bias [2] torch.float32" in text[1]
     assert not (tmp_path / "wrong").exists()
 
 

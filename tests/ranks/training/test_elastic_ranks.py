@@ -700,4 +700,4 @@ def job_bad_next_beside_tensor_parallel(folder: str) -> tuple[int, str]:
 def test_all_ranks_of_a_run_raise_what_one_data_parallel_group_cannot_fetch(tmp_path: Path) -> None:
     for number, text in run_ranks(4, job_bad_next_beside_tensor_parallel, str(tmp_path)):
         assert number == 1
-        assert text.startswith("fetching a batch failed on 2 of 4 ranks, so on all")
+        assert text.startswith("fetching a batch failed on 2 of 4 ranks, so every rank stops")

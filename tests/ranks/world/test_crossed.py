@@ -50,7 +50,7 @@ def test_a_call_of_one_rank_alone_is_an_error_on_all(
     others = ", ".join(str(rank) for rank in range(3) if rank != caller)
     places = [f"{call} on rank {caller}", f"completing the step on ranks {others}"]
     said = ", ".join(places if caller == 0 else reversed(places))
-    assert text.count(f"ranks do different things at the same place: {said}: make the same") >= 3
+    assert text.count(f"ranks called different operations: {said}. Make the same calls") >= 3
 
 
 def job_late() -> list[list[int]]:
@@ -91,4 +91,4 @@ def test_in_different_groups_each_says_where_it_waits_and_for_whom() -> None:
         assert all(text.startswith(f"{call}: rank {rank} has waited ") for text in found)
         assert any(f" s for {absent}: " in text for text in found)  # once the others wait too
         assert kind == "RankError"
-        assert text.startswith(f"{absent} did not come to '{call}' within 4 s")
+        assert text.startswith(f"{absent} did not reach '{call}' within 4 s")

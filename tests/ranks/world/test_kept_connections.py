@@ -103,7 +103,7 @@ def test_after_a_failure_the_next_call_connects_anew(how: str) -> None:
             assert "load() on ranks 0, 2, plan() on rank 1" in failed[1]
         elif rank != 1:
             assert failed == results[0][0]
-            assert failed[1].startswith("rank 1 did not come to 'load()' within 4 s")
+            assert failed[1].startswith("rank 1 did not reach 'load()' within 4 s")
             assert "process_group=" in failed[1]
 
 
@@ -123,7 +123,7 @@ def job_late_within_a_call() -> tuple[str, str]:
 def test_a_rank_that_comes_too_late_raises_the_same_error() -> None:
     results = run_ranks(3, job_late_within_a_call, env={"ANYRANK_TIMEOUT_SEC": "4"})
     assert len(set(results)) == 1
-    assert results[0][1].startswith("rank 1 did not come to 'counting' within 4 s")
+    assert results[0][1].startswith("rank 1 did not reach 'counting' within 4 s")
 
 
 def job_by_itself(folder: str) -> list[tuple[str, str]]:
@@ -142,7 +142,7 @@ def job_by_itself(folder: str) -> list[tuple[str, str]]:
 def test_a_call_that_a_rank_made_by_itself_is_no_error_later(tmp_path: Path) -> None:
     out, env = str(tmp_path / "out"), {"ANYRANK_TIMEOUT_SEC": "2"}
     one, other = run_ranks(2, job_by_itself, out, env=env)
-    assert "rank 0 did not come to 'convert()'" in other[0][1]
+    assert "rank 0 did not reach 'convert()'" in other[0][1]
     assert one[1] == other[1] == ("no error", "")
 
 

@@ -77,8 +77,11 @@ def errors_without_group(folder: str) -> list[str]:
 def test_runs_loaders_and_syncs_without_a_group_are_errors(tmp_path: Path) -> None:
     for texts in run_ranks(2, errors_without_group, str(tmp_path), init=False):
         for text in texts:
-            assert "WORLD_SIZE=2 processes were started" in text
-            assert "call torch.distributed.init_process_group() before" in text
+            assert (
+                "2 processes were launched (WORLD_SIZE), but no process group is initialized"
+                in text
+            )
+            assert "First call torch.distributed.init_process_group()" in text
     assert [*tmp_path.iterdir()] == []
 
 
@@ -123,7 +126,9 @@ def test_models_that_are_built_before_the_group_are_right_and_warned_of_once(
     call = load_before_the_group
     for lines, saved in run_ranks(2, call, source, str(tmp_path / "run"), freezes, init=False):
         (line,) = lines
-        assert line.startswith("WORLD_SIZE=2 processes were started")
+        assert line.startswith(
+            "2 processes were launched (WORLD_SIZE), but no process group is initialized yet"
+        )
         assert saved == [(1, 12)]
 
 

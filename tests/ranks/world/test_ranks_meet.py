@@ -192,7 +192,10 @@ def job_differs(name: str, values: tuple[Any, ...]) -> tuple[str, str]:
 def test_an_argument_that_differs_is_named(name: str, values: tuple[Any, ...], text: str) -> None:
     for kind, message in run_ranks(3, job_differs, name, values):
         assert kind == "LoadError"
-        assert message == f"load(): {name}= differs between ranks: {text}: give all ranks the same"
+        assert (
+            message
+            == f"load(): {name}= differs between ranks: {text}. Pass the same value on every rank."
+        )
 
 
 # -- ranks that do not come -----------------------------------------------------------------------
@@ -231,7 +234,10 @@ def test_a_rank_that_is_waited_for_is_named_on_every_waiting_rank(where: str, ab
             assert not any(f" s for rank {absent}:" in text for text in found)
         else:
             assert found[0].startswith(f"{where}: rank {rank} has waited ")
-            assert any(f" s for rank {absent}: make the same calls" in text for text in found)
+            assert any(
+                f" s for rank {absent}. Every rank must make the same calls" in text
+                for text in found
+            )
             assert "process_group=anyrank.ALONE" in found[0]
             # After half a second, one, two, and so on
             assert 1 <= len(found) <= 1 + math.log2(seconds / 0.5)
@@ -250,7 +256,7 @@ def test_a_rank_that_leaves_before_all_have_met_is_named_in_seconds() -> None:
     results = run_ranks(3, job_left, faults=[fault])
     kind, text = results[0]
     assert kind == "RankError"
-    assert text.startswith("rank 1 left load(): ")
+    assert text.startswith("rank 1 gave up in 'load()': ")
 
 
 def job_ends_between_calls(absent: int) -> tuple[str, str]:
@@ -270,7 +276,7 @@ def test_a_rank_that_ended_before_the_call_is_named_in_seconds(absent: int) -> N
     for rank in {0, 1, 2} - {absent}:
         kind, text = results[rank]
         assert kind == "RankError"
-        assert text.startswith(f"rank {absent} died or does not answer")
+        assert text.startswith(f"rank {absent} died or stopped responding")
 
 
 def test_a_busy_rank_is_not_taken_for_dead() -> None:
@@ -278,7 +284,7 @@ def test_a_busy_rank_is_not_taken_for_dead() -> None:
     results = run_ranks(3, job_killed, faults=[fault])
     for rank in (0, 1):
         assert results[rank][0] == "RankError"
-        assert results[rank][1].startswith("rank 2 died or does not answer")
+        assert results[rank][1].startswith("rank 2 died or stopped responding")
 
 
 def job_killed() -> tuple[str, str]:

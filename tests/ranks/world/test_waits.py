@@ -96,7 +96,7 @@ def test_the_receiver_of_half_a_broadcast_does_not_wait_for_the_rest() -> None:
     fault = Fault(rank=0, point="test.within", how="kill")
     dead, (text, causes, seconds) = run_ranks(2, job_half_a_broadcast, faults=[fault])
     assert isinstance(dead, Died)
-    assert text == "rank 0 died or does not answer: look at its log for the cause"
+    assert text == "rank 0 died or stopped responding; see its log for the cause"
     assert causes == [0]
     assert seconds < SECONDS + 3
 

@@ -60,7 +60,9 @@ def test_any_range_is_verified_by_whole_blocks(size: int, cuts: list[int], data:
     changed = bytearray(content)
     changed[start] ^= 1
     first, end = sums.around(start, start + 1)
-    with pytest.raises(CorruptCheckpoint, match=f"bytes {first} to {end} are not those that were"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"bytes {first} to {end} differ from the saved ones"
+    ):
         sums.check(low, [memoryview(changed)[low:high]], "x")
 
 
@@ -132,7 +134,7 @@ def test_parts_are_read_right_and_a_flipped_bit_in_them_is_noticed(
     place = content.find(row.tobytes()) if row is not None else len(content) // 3
     content[place + 2] ^= 4
     data.write_bytes(content)
-    with pytest.raises(anyrank.CorruptCheckpoint, match="the file is damaged"):
+    with pytest.raises(anyrank.CorruptCheckpoint, match="The file is corrupt"):
         read(tmp_path, box, destination)
 
 
@@ -164,5 +166,5 @@ def test_a_load_of_a_run_verifies_every_byte_when_asked(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(anyrank.LoadError, match="the file is damaged"):
+    with pytest.raises(anyrank.LoadError, match="The file is corrupt"):
         anyrank.load(nn.Linear(512, 512), tmp_path, verify=True)

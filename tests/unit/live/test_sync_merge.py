@@ -175,7 +175,7 @@ class Convolution(nn.Module):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (dora, "has DoraLinearVariant, and merge=True adds plain LoRA alone: merge with PEFT"),
+        (dora, "has DoraLinearVariant, but merge=True supports only plain LoRA; merge with PEFT"),
         (lambda: lora(Net(), lora_bias=True), "has lora_bias"),
         (lambda: lora(Convolution()), "is of a peft.tuners.lora.layer.Conv2d"),
         (

@@ -89,7 +89,7 @@ def test_tensors_without_plain_bytes_are_refused_by_name(kind: str) -> None:
     model.register_buffer("x", QUANTISED[kind]())
     with pytest.raises(anyrank.LoadError, match=f"x: is a {kind}"):
         anyrank.load(model, {"x": torch.ones(2, 2)}, cast="any")
-    with pytest.raises(anyrank.LoadError, match=r"x: is .*, whose bytes are not the tensor's"):
+    with pytest.raises(anyrank.LoadError, match=r"x: is .*, whose bytes are not its values"):
         anyrank.load(nn.Module(), {"x": QUANTISED[kind]()})
 
 
@@ -98,7 +98,8 @@ def test_a_value_under_a_name_of_the_model_that_is_no_tensor_is_not_missing(miss
     state: dict[str, Any] = nn.Linear(2, 2).state_dict()
     state["bias"] = state["bias"].numpy()
     with pytest.raises(
-        anyrank.LoadError, match=r"bias: is an array and no tensor .torch.as_tensor.* not read"
+        anyrank.LoadError,
+        match=r"bias: is an array, not a tensor .convert it with torch.as_tensor.* not read",
     ):
         anyrank.load(nn.Linear(2, 2), state, missing=missing)
     anyrank.load(nn.Linear(2, 2, bias=False), state, missing=missing)  # which has no such name
@@ -113,9 +114,11 @@ def test_two_numbers_in_a_byte_become_no_other_dtype(cast: Any, tmp_path: Path) 
     state = {"weight": four}
     save_file(state, tmp_path / "w.safetensors")
     for source in (state, tmp_path / "w.safetensors"):
-        with pytest.raises(anyrank.LoadError, match=r"weight: .*two numbers in a byte: dequantize"):
+        with pytest.raises(
+            anyrank.LoadError, match=r"weight: .*two values into a byte .*Dequantize"
+        ):
             anyrank.load(nn.Linear(2, 4, bias=False), source, cast=cast)
-    with pytest.raises(anyrank.LoadError, match="two numbers in a byte"):
+    with pytest.raises(anyrank.LoadError, match="two values into a byte"):
         anyrank.sync(nn.Linear(2, 4, bias=False), state, cast=cast)
     with pytest.raises(
         anyrank.LoadError, match=r"two values per byte, and cannot be cast\. Remove dtype="
@@ -208,7 +211,7 @@ def test_bytes_are_loaded_as_they_are_and_the_modules_with_own_code_are_named(
         report = anyrank.load(model, source if kind == "dict" else tmp_path / f"w.{kind}")
     assert report.own_code == []
     assert list(report.own_code_not_run) == ["1.0"]
-    assert "1.0 has load_state_dict code of its own, which was not run" in caplog.text
+    assert "1.0 overrides load_state_dict, and this code was not run" in caplog.text
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, values[name])
 
@@ -361,7 +364,7 @@ def test_extra_state_that_no_source_has_is_named(tmp_path: Path) -> None:
     assert report.skipped == ["0._extra_state: extra state of a module, which is not a tensor"]
     report = anyrank.load(nn.Sequential(Counts(2, 2)), tmp_path / "out")
     assert report.own_code_not_run == {
-        "0._extra_state": "is not in the source, and the module keeps its own"
+        "0._extra_state": "is not in the source, so the module keeps its own"
     }
 
 
@@ -490,7 +493,7 @@ def test_what_stands_beside_the_weights_is_passed_over_by_name(
             anyrank.load(nn.Linear(2, 2), path)
         torch.save({"weight": beside}, path)
         with pytest.raises(
-            anyrank.LoadError, match=rf"no dense tensors; weight: is {kind.strip(': ')}"
+            anyrank.LoadError, match=rf"has no dense tensors; weight is {kind.strip(': ')}"
         ):
             anyrank.load(nn.Linear(2, 2), path)
 
@@ -533,7 +536,7 @@ def test_released_memory_is_an_error_before_it_is_touched(end: str) -> None:
         "src": lambda: anyrank.sync(whole, tensor),
         "part": lambda: anyrank.load(model, whole, layout={"w": ([0], [Shard(0)])}),
     }
-    with pytest.raises(anyrank.LoadError, match=r"w: its (storage was freed|memory was released)"):
+    with pytest.raises(anyrank.LoadError, match="w: its storage was freed"):
         calls[end]()
 
 

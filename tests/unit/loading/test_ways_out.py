@@ -39,7 +39,7 @@ FUSED = {
 
 
 def test_a_hook_that_splits_a_fused_weight_has_a_way_out() -> None:
-    with pytest.raises(anyrank.LoadError, match=r"attention: has load_state_dict code") as caught:
+    with pytest.raises(anyrank.LoadError, match=r"attention: overrides load_state_dict") as caught:
         anyrank.load(split_net(), FUSED)
     assert str(caught.value).index("whole.state_dict()") < str(caught.value).index("missing=")
     whole = split_net()

@@ -137,7 +137,7 @@ def test_several_sizes_that_fit_are_refused_where_nothing_says_which(
         lambda: anyrank.convert(source, tmp_path / "out", dtype="bfloat16"),
         lambda: anyrank.diff(source, {"model.0.weight": values}),
     ):
-        with pytest.raises(anyrank.LoadError, match=r"nothing says how many rows.*config\.json"):
+        with pytest.raises(anyrank.LoadError, match=r"nothing states which rows.*config\.json"):
             call()
     assert anyrank.diff(source, stored)  # the same numbers
 
@@ -148,7 +148,7 @@ def test_files_of_two_sizes_are_no_one_source(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         config(tmp_path / name, block)
         paths.append(of_file(tmp_path / name, tensors(f"{name}.")[0]))
-    with pytest.raises(anyrank.LoadError, match="quantized in another way"):
+    with pytest.raises(anyrank.LoadError, match="has a different quantization_config"):
         anyrank.inspect(paths)
 
 

@@ -85,7 +85,7 @@ def test_they_are_named_before_all_ways_out(kind: str, form: str, tmp_path: Path
         assert "sizes" not in text  # a vocabulary of another size is not meant
     assert any("packed integers" in note for note in anyrank.inspect(source).skipped)
     # The last of the ways out is explicit.
-    rename = ast.literal_eval(text.split("leave it out by rename=")[1].splitlines()[0])
+    rename = ast.literal_eval(text.split("drop it with rename=")[1].splitlines()[0])
     anyrank.load(net(), source, missing="keep", unexpected="ignore", rename=rename)
 
 
@@ -96,7 +96,9 @@ def test_a_file_is_judged_as_its_folder(kind: str, tmp_path: Path) -> None:
     torch.save(state, folder / "w.pt")
     files = sorted(folder.glob("*.safetensors"))
     for source in (folder, files, folder / "w.pt"):
-        with pytest.raises(anyrank.LoadError, match=rf"model:\nthe source is quantized by {kind}"):
+        with pytest.raises(
+            anyrank.LoadError, match=rf"model:\nthe source is quantized with {kind}"
+        ):
             anyrank.load(net(), source, missing="init", unexpected="ignore")
         assert any(kind in note for note in anyrank.inspect(source).skipped)
 

@@ -174,7 +174,9 @@ class Wrap(nn.Module):
 @pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module"])
 def test_two_tensors_of_one_name_but_for_a_wrappers_are_refused(name: str, tmp_path: Path) -> None:
     model, fine = Wrap(name), Wrap("inner")
-    words = rf"weight and {name}\.weight are both weight without what torch's wrappers add"
+    words = (
+        rf"weight and {name}\.weight have the same name, weight, without the prefixes of torch's"
+    )
     calls: list[Any] = [
         lambda: anyrank.load(model, fine.state_dict()),
         lambda: anyrank.convert(model, tmp_path / "out"),

@@ -124,7 +124,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], Any, str]] = {
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),
         anyrank.CheckpointError,
-        "no weights of a model here",
+        "contains no weights of a model",
     ),
     "no optimizer in it": (
         lambda f: torch.save({"a": 1}, f / "optimizer.bin"),
@@ -259,7 +259,9 @@ def test_a_missing_path_names_what_resume_takes(tmp_path: Path) -> None:
 
 def test_a_folder_of_no_known_tool_is_named(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(anyrank.CheckpointError, match=r"no checkpoint of a tool .* notes.txt"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=r"is not a checkpoint of a supported tool.* notes.txt"
+    ):
         begin(tmp_path / "run", tmp_path, state_of())
 
 
@@ -309,7 +311,7 @@ def test_a_table_that_was_passed_over_is_named(tmp_path: Path) -> None:
     report = begin(tmp_path / "run", path, state_of(mine))
     assert "ignored: model: the part model was read from state_dict" in report.notes
     loaded = anyrank.load(net, path)
-    assert loaded.skipped == ["model: weights too, and those of state_dict were read"]
+    assert loaded.skipped == ["model: also weights, but those of state_dict were read"]
     assert loaded.skipped[0] in str(loaded)
     for model in (mine, net):
         assert torch.equal(model[0].weight, net_of(7)[0].weight)
@@ -357,7 +359,7 @@ def test_the_ways_out_of_an_error_work_for_resume(tmp_path: Path) -> None:
 def test_what_is_no_step_is_said(tmp_path: Path, value: Any) -> None:
     state = state_of()
     report = begin(tmp_path / "run", of_script(tmp_path, step=value), state)
-    said = f"the checkpoint's step is {value!r}, which is no step, so the run counts from 0"
+    said = f"the checkpoint's step is {value!r}, which is not a step, so the run counts from 0"
     assert said in report.notes
     assert state.step == 0
 

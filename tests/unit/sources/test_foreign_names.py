@@ -71,7 +71,10 @@ def test_parts_names_the_table(
     source = file_of(tmp_path / "a.pth", **tables)
     model, mean = net_of(0), net_of(0)
     state = anyrank.TrainState(model, mean=mean)
-    with pytest.raises(anyrank.CheckpointError, match=r"parts= names 'nothing' for mean.*average"):
+    with pytest.raises(
+        anyrank.CheckpointError,
+        match=r"parts=\{'mean': 'nothing'\}: the checkpoint has no such part.*average",
+    ):
         begin(tmp_path / "run", source, state, parts={"mean": "nothing"})
     report = begin(tmp_path / "run", source, state, parts=parts)
     assert values_of(model, mean) == expected
@@ -139,7 +142,10 @@ def test_a_file_without_a_step_is_at_the_step_of_its_optimizer(tmp_path: Path) -
     source = file_of(tmp_path / "a.pth", **counted(6, 1), epoch=1)
     report = begin(tmp_path / "run", source, state_of_schedule())
     assert report.step == 6
-    assert f"step 6 is what the optimizer has counted: {source} holds none" in report.notes
+    assert (
+        f"step 6 was taken from the optimizer's count, because {source} does not store it"
+        in report.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_a_file_without_a_step_is_at_the_step_of_its_optimizer(tmp_path: Path) -
     [
         ({}, "the checkpoint does not say its step"),
         ({"step": 0}, "the checkpoint says step 0"),
-        ({"step": "3"}, "the checkpoint's step is '3', which is no step"),
+        ({"step": "3"}, "the checkpoint's step is '3', which is not a step"),
     ],
 )
 def test_a_run_that_counts_from_0_though_its_optimizer_has_stepped_is_warned_of(
@@ -172,7 +178,7 @@ def test_a_step_that_the_name_alone_says_is_taken_from_it(tmp_path: Path) -> Non
         source = file_of(tmp_path / name, model=net_of(1))
         report = begin(tmp_path / f"run-{name}", source, anyrank.TrainState(net_of(0)))
         assert report.step == step
-        said = [note for note in report.notes if "is read from the name" in note]
+        said = [note for note in report.notes if "was taken from the name" in note]
         assert len(said) == bool(step)
     source = file_of(tmp_path / "step_7.pth", model=net_of(1), step=3)
     assert begin(tmp_path / "run", source, anyrank.TrainState(net_of(0))).step == 3
@@ -188,11 +194,13 @@ def test_whole_epochs_are_said_by_the_caller_or_assumed(tmp_path: Path) -> None:
 
     report, loader = run("assumed")
     assert (report.epoch, loader.epoch, loader.samples) == (2, 2, 16)
-    assert any(note.startswith("epoch 2 is taken for 2 whole epochs") for note in report.notes)
+    assert any(
+        note.startswith("epoch 2 is interpreted as 2 completed epochs") for note in report.notes
+    )
     report, loader = run("given", epoch=3)
     assert (report.epoch, loader.epoch, loader.samples) == (3, 3, 24)
     assert "3 whole epochs, from resume(epoch=3)" in report.notes
-    assert not any("is taken for" in note for note in report.notes)
+    assert not any("is interpreted as" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("given", [{"epoch": 1}, {"parts": {"ema": "model_ema"}}])

@@ -243,9 +243,11 @@ def test_a_table_that_is_not_read_here_is_no_reason_to_refuse_the_others(tmp_pat
 def test_a_head_of_another_size_has_a_way_out_that_works() -> None:
     source = table(EMA)
     wider = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5))
-    with pytest.raises(anyrank.LoadError, match="model of the source's sizes; or") as error:
+    with pytest.raises(
+        anyrank.LoadError, match="build the model with the source's sizes; or"
+    ) as error:
         anyrank.load(wider, source)
-    assert "rename={'1.weight': '', '1.bias': ''} with missing='init'" in str(error.value)
+    assert "rename={'1.weight': '', '1.bias': ''} and missing='init'" in str(error.value)
     anyrank.load(wider, source, rename={"1.weight": "", "1.bias": ""}, missing="init")
     assert wider[0].weight.eq(EMA).all()  # type: ignore[operator]
     assert wider[1].weight.shape == (5, 3)
@@ -268,10 +270,12 @@ def test_a_table_that_is_not_there_is_an_error_where_one_would_be_guessed(
     call: Any, state: dict[str, Any], old: str, near: str, tmp_path: Path
 ) -> None:
     torch.save(state, tmp_path / "w.pt")
-    with pytest.raises(anyrank.LoadError, match=f"rename= names '{old}'.*{near}"):
+    with pytest.raises(anyrank.LoadError, match=f"rename= refers to '{old}'.*{near}"):
         call(net(), tmp_path / "w.pt", rename={old: ""})
     mistyped = (f"^{old}[.]", "")
-    with pytest.raises(anyrank.LoadError, match=f"rename= names '.{old}.*which has the tables"):
+    with pytest.raises(
+        anyrank.LoadError, match=f"rename= refers to '.{old}.*The source has the tables"
+    ):
         call(net(), tmp_path / "w.pt", rename=[mistyped])
     # A list for files of several kinds has regexes that are not for this one.
     call(net(), tmp_path / "w.pt", rename=[mistyped, ("weight$", "weight")])
@@ -390,7 +394,7 @@ def test_an_entry_of_rename_that_matches_nothing_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"model": table(RAW), "optimizer": table(EMA)}, tmp_path / "w.pt")
-    note = "1.weigth: rename= has it, and no key matches (near: 1.weight)"
+    note = "1.weigth: this entry of rename= matches no key (near: 1.weight)"
     rename = {"1.weigth": "x", "0.bias": "0.bias", "optimizer": ""}
     assert note in anyrank.load(net(), tmp_path / "w.pt", rename=rename).skipped
     anyrank.plan(net(), tmp_path / "w.pt", rename=rename)

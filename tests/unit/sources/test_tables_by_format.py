@@ -170,7 +170,7 @@ def test_one_of_a_list_of_models_is_taken_by_its_number(
     saved: list[Any] = [net.state_dict() for net in nets]
     path, model = tmp_path / "w.pt", nn.Linear(2, 1)
     torch.save(inside([*saved, optimizer.state_dict()] if not prefix else saved), path)
-    with pytest.raises(anyrank.LoadError, match=r"2 of them fit with rename=\{'.*1': ''\}"):
+    with pytest.raises(anyrank.LoadError, match=r"2 of them match with rename=\{'.*1': ''\}"):
         anyrank.load(model, path)
     for number in (0, 1):
         anyrank.load(model, path, rename={f"{prefix}{number}": ""})

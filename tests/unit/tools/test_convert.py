@@ -181,7 +181,7 @@ def test_entries_of_rename_that_match_nothing_are_reported(
     model = nn.ModuleDict({"net": nn.ParameterDict({"a": torch.zeros(2)})})
     for number, source in enumerate((model, dict(model.state_dict()))):
         report = anyrank.convert(source, tmp_path / str(number), rename=rename)
-        said = [f"{old}: rename= has it, and no key matches{near}" for old, near in idle.items()]
+        said = [f"{old}: this entry of rename= matches no key{near}" for old, near in idle.items()]
         assert report.skipped == said
 
 
@@ -312,7 +312,7 @@ def test_a_damaged_source_is_noticed(tmp_path: Path) -> None:
     whole = bytearray(data.read_bytes())
     whole[len(whole) // 2] ^= 1
     data.write_bytes(whole)
-    with pytest.raises(CheckpointError, match="are not those that were written"):
+    with pytest.raises(CheckpointError, match="differ from the saved ones"):
         anyrank.convert(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

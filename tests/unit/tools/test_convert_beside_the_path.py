@@ -302,9 +302,9 @@ def test_a_flipped_bit_of_a_converted_dcp_folder_is_noticed(tmp_path: Path, plac
     verified = anyrank.verify(tmp_path / "dcp")
     assert len(verified.findings) == 1
     assert (place == "weights") == ("b: bytes " in str(verified.findings[0]))
-    with pytest.raises(anyrank.AnyrankError, match="damaged"):
+    with pytest.raises(anyrank.AnyrankError, match="corrupt"):
         anyrank.convert(tmp_path / "dcp", tmp_path / "again")
-    with pytest.raises(anyrank.LoadError, match="damaged"):
+    with pytest.raises(anyrank.LoadError, match="corrupt"):
         anyrank.load(Weights(), tmp_path / "dcp", verify=True)
 
 

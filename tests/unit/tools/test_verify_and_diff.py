@@ -130,7 +130,7 @@ def test_nan_and_infinities_are_found_when_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("step-7", "holds no step that a run has committed"), ("step-00000007", "it is corrupt")],
+    [("step-7", "has no committed step of a run"), ("step-00000007", "it is corrupt")],
 )
 def test_a_run_without_a_whole_step_is_not_fine(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).mkdir()
@@ -165,7 +165,7 @@ def test_a_step_under_the_name_of_another_is_found(tmp_path: Path) -> None:
         save(tmp_path / "run", state, keep=5)
     (tmp_path / "run/step-00000002").rename(tmp_path / "run/step-00000004")
     (found,) = anyrank.verify(tmp_path / "run").findings
-    assert "that of step 2: rename the folder to step-00000002" in found.what
+    assert "belongs to step 2. Rename the folder to step-00000002" in found.what
     with pytest.raises(LoadError, match="that of step 2"):
         anyrank.load(nn.Linear(2, 2), tmp_path / "run")
 
@@ -175,7 +175,7 @@ def test_a_run_whose_steps_were_set_aside_names_them(tmp_path: Path) -> None:
     state.step = 1
     save(tmp_path / "run", state)
     (tmp_path / "run/step-00000001").rename(tmp_path / "run/.aside-damaged-step-00000001")
-    said = ".aside-damaged-step-00000001 set aside: anyrank.verify()"
+    said = ".aside-damaged-step-00000001 was set aside. anyrank.verify()"
     (finding,) = anyrank.verify(tmp_path / "run").findings
     assert said in finding.what
     for look in (

@@ -75,7 +75,9 @@ def test_a_state_without_end_is_refused_by_the_name_of_its_part(
 ) -> None:
     state = anyrank.TrainState(nn.Linear(1, 1), tracker=Holder(levels))
     ckpts = anyrank.Checkpoints(tmp_path / "run", state)
-    with pytest.raises(CheckpointError, match=r"tracker\.\w+.*: is nested more than 100 deep"):
+    with pytest.raises(
+        CheckpointError, match=r"tracker\.\w+.*: is nested more than 100 levels deep"
+    ):
         ckpts.save()
     ckpts.close()
     assert not list(tmp_path.glob("run/step-*"))

@@ -1,4 +1,4 @@
-"""The changes that libraries make to a torch model: its names, its files, its values.
+"""What libraries change in torch models: names, files and values.
 
-The matcher asks each dialect that applies the same questions; `dialect.py` lists them.
+The matcher asks each applicable dialect the same questions, which `dialect.py` lists.
 """

@@ -1,18 +1,18 @@
-"""Dialects: each is one library's changes to a torch model, and the answers to a match's questions.
+"""Dialects: what one library changes in torch models, as answers to the questions of a match.
 
-A dialect knows the names, the files and the values of one library. A match asks every dialect that
-applies, one question at a time, in the order of `DIALECTS` (`registry.py`):
+A dialect knows the names, the files and the values of one library. A match asks every applicable
+dialect one question at a time, in the order of `DIALECTS` (`registry.py`):
 
-1. `values`: numbers that a library stores in another form become the weights that they stand for.
-2. `names`: keys become the model's names. (Then the match gives each tensor its key.)
-3. `complete`: frozen parts get the bytes of their own sources; then parts of a whole that
-   `layout=` names are cut to match the source's tensors.
+1. `values`: numbers that a library stores in a different form become weights.
+2. `names`: keys become the model's names. (Then the match finds the key of each tensor.)
+3. `complete`: frozen parts get the bytes of their own sources; then tensors with a `layout=` are
+   cut to match the source's tensors.
 4. `needs_no_tensor`: says which unused keys are harmless.
-5. `problems`: reports errors when everything else is known; adapters come last, because they are
-   judged by what fills their base.
+5. `problems`: reports errors when everything else is known; adapters come last, because their
+   check depends on what fills their base.
 
-That order is a promise. A conversion of names may fuse weights, so they must be weights by then. A
-part's own source is asked for what the keys left open.
+This order matters. A conversion of names may fuse weights, so they must be weights by then. A
+part's own source fills only tensors without a key.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Case:
 
     Attributes:
         model: the model to fill.
-        modules, tensors: all of its modules and tensors.
-        source: the weights in the source, by its own keys.
+        modules, tensors: all modules and tensors of the model.
+        source: the weights in the source, by the source's own keys.
         options: the caller's options.
-        parts: contents of the sources of its frozen parts.
-        kinds: the existing dialects, in the order in which they are asked.
+        parts: contents of the sources of the model's frozen parts.
+        kinds: all dialects, in the order in which they are asked.
     """
 
     model: nn.Module
@@ -59,46 +59,47 @@ class Case:
 
     @property
     def is_live(self) -> bool:
-        """Return whether the source is another model, not a stored one."""
+        """True if the source is a model in memory, and not a stored one."""
         return self.source.format == LIVE
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the tensors that a checkpoint holds for the model, by all their names."""
+        """The dtypes of the tensors that a checkpoint has for the model, by all of their names."""
         return {name: t.dtype for t in in_state_dict(self.tensors) for name in t.flat_names()}
 
     @cached_property
     def derived(self) -> set[str]:
-        """Names of the non-persistent buffers, which a checkpoint need not hold."""
+        """The names of the non-persistent buffers, which a checkpoint need not have."""
         derived = (tensor for tensor in self.tensors if tensor.kind == "derived")
         return {name for tensor in derived for name in tensor.flat_names()}
 
     @cached_property
     def rename(self) -> Renamer:
-        """The renaming from the source's keys to the names that the caller means."""
+        """The function for `rename=`, from keys of the source to the caller's names."""
         return renamer(self.options.rename)
 
 
 @dataclass(frozen=True)
 class ModelMatch:
-    """The assignment of values to each tensor of a model, for this rank's own model and the source.
+    """Which bytes of a source, or which rule, fill each tensor of this rank's model.
 
     Attributes:
-        tensors: every tensor of the model; the numbers below are positions in it.
+        tensors: every tensor of the model; numbers in the other attributes are positions in this
+            list.
         listing: the source under the model's names, with the sources of frozen parts.
         stored: tensor -> its bytes.
-        compared: tensor of a frozen part -> bytes that must equal its values in the end.
+        compared: tensor of a frozen part -> bytes that its values must match in the end.
         initialize: tensors that a rule fills.
         keep: missing tensors that keep their values.
-        missing: names of the tensors that the source does not hold, adapters aside.
-        twins: tensors that are earlier ones, and get their values with these.
-        unexpected: keys of the source that the model has no use for.
-        duplicates: keys of a tied tensor's other ends -> the key that is loaded.
-        turned: those of them whose tensors are transposed views of the other.
+        missing: names of the tensors that the source does not have, except those of adapters.
+        twins: tensors with the memory of an earlier one, which get their values with that.
+        unexpected: keys of the source that the model does not need.
+        duplicates: other keys of a tied tensor -> the key that is loaded.
+        turned: those of these keys whose tensors are transposed views.
         ignored: unexpected keys that need no tensor.
-        frozen: frozen parts -> their own source, which fills them.
-        own_code: module code that load_state_dict would have run.
-        idle: entries of `rename=` that match no key, in words.
+        frozen: frozen parts -> the own source that fills them.
+        own_code: code of modules that load_state_dict would have run.
+        idle: notes about entries of `rename=` that match no key.
     """
 
     tensors: list[ModelTensor]
@@ -118,17 +119,17 @@ class ModelMatch:
     idle: list[str] = field(default_factory=list[str])
 
     def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
-        """Return the match for a model with the same tensors, or without any."""
+        """Return the match for a model with the same tensors, or without tensors."""
         return replace(self, tensors=tensors)
 
     @property
     def wanted(self) -> list[tuple[int, StoredTensor]]:
-        """Every tensor for which bytes are read: those of `stored`, then of `compared`."""
+        """Every tensor for which bytes are read: those of `stored`, then those of `compared`."""
         return [*self.stored.items(), *self.compared.items()]
 
     @property
     def tied(self) -> dict[str, list[str]]:
-        """Tensors that the model has in several places -> their other names."""
+        """Map the names of tied tensors to their other names."""
         shared = (t for t in self.tensors if len(t.registrations) > 1)
         tied = {t.name: [entry.name for entry in t.registrations[1:]] for t in shared}
         for twin, first in self.twins.items():
@@ -138,13 +139,13 @@ class ModelMatch:
 
     @property
     def stored_twice(self) -> dict[str, str]:
-        """The `duplicates` that have bytes of their own, which may be other values."""
+        """The `duplicates` with separate bytes, which may be different values."""
         chunks = {key: stored.chunks for key, stored in self.listing.tensors.items()}
         return {key: k for key, k in self.duplicates.items() if chunks[key] != chunks[k]}
 
 
 class Dialect:
-    """One library's dialect, opened for one match. A question without an answer changes nothing.
+    """The dialect of one library, opened for one match. The default answers change nothing.
 
     Args:
         case: the model and source to match.
@@ -155,49 +156,50 @@ class Dialect:
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether the dialect may have an answer; a cheap test."""
+        """Return whether the dialect may have an answer; this must be cheap."""
         raise NotImplementedError
 
     def values(self, listing: Listing) -> Listing:
-        """The source, by its own keys, with tensors in place of the library's stored forms.
+        """Return the source, by its own keys, with tensors in place of the library's stored forms.
 
         Raises:
-            LoadError: a stored form lacks a part, or its parts do not fit.
+            LoadError: a stored form lacks a part, or its parts do not match.
         """
         return listing
 
     def names(self, listing: Listing, rename: Renamer) -> tuple[Listing, Renamer]:
-        """The source under the model's names, and the renaming that is left to do.
+        """Return the source with the model's names, and the renaming that is left to do.
 
         Raises:
-            LoadError: a tensor of the model is only partly in the source, or would be computed.
+            LoadError: a tensor of the model is only partly in the source, or would have to be
+                computed.
         """
         return listing, rename
 
     def complete(self, match: ModelMatch) -> ModelMatch:
-        """Add what else fills a tensor; `tensors`, `listing`, `stored`, `compared` are known.
+        """Add other bytes that fill tensors; `tensors`, `listing`, `stored`, `compared` are known.
 
         No tensor is changed.
 
         Raises:
-            LoadError: a tensor is not in the source that shall fill it.
+            LoadError: a tensor is not in the source that must fill it.
         """
         return match
 
     def needs_no_tensor(self, key: str, name: str) -> bool:
-        """Return whether an unused key is harmless; `name` is the key after renaming."""
+        """Return whether an unused key is harmless; `name` is the key after the renaming."""
         return False
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Errors of a complete match, each with its way out; nothing is changed yet."""
+        """Return the problems of a complete match, each with its way out; changes nothing."""
         return []
 
 
 def dialects_of(case: Case) -> list[Dialect]:
-    """The dialects that apply to a case, in the order in which they are asked."""
+    """Return the dialects that apply to a case, in the order in which they are asked."""
     return [kind(case) for kind in case.kinds if kind.applies(case)]
 
 
 def match_of_rules(tensors: list[ModelTensor], initialize: list[int]) -> ModelMatch:
-    """A match without a source: rules fill some of the tensors, and the others stay as they are."""
+    """Return a match without a source: rules fill some tensors, and the others are unchanged."""
     return ModelMatch(tensors, Listing("initial values", (), {}), initialize=initialize)

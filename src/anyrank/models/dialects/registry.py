@@ -1,4 +1,4 @@
-"""The dialects that anyrank knows, in the order in which a match asks them."""
+"""The dialects, in the order in which a match asks them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from anyrank.models.dialects.peft.dialect import Adapters
 from anyrank.models.dialects.transformers.conversions import ConvertedNames
 from anyrank.models.dialects.transformers.values import QuantizedValues
 
-# Values come before names, because a conversion fuses whole weights; adapters come last, because
-# they are judged by what fills their base.
+# Values come before names, because a conversion fuses whole weights. Adapters come last, because
+# their check depends on what fills their base.
 DIALECTS: list[type[Dialect]] = [
     QuantizedValues,
     ConvertedNames,

@@ -1,1 +1,1 @@
-"""Initial values of tensors that no file has, the same on any number of ranks."""
+"""Initial values of tensors that no source has; the same on any number of ranks."""

@@ -1,5 +1,5 @@
-"""Which tensors get no first values from any rule; and non-persistent buffers on meta: no file
-holds them, so a rule of their module fills them.
+"""Tensors to which no rule gives initial values; and non-persistent buffers on meta, which no file
+has, so that a rule of their module must fill them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from anyrank.world.ranks import Ranks
 def rebuilt_values(
     targets: Sequence[ModelTensor], ranks: Ranks, initializer: Initializer, device: torch.device
 ) -> tuple[dict[str, str], list[Replacement]]:
-    """Compute values for each non-persistent buffer on meta, still to be put in place. All ranks.
+    """Compute values for each non-persistent buffer on meta. Collective.
 
     Args:
         targets: all tensors of the model.
-        ranks, initializer: the call's ranks and initializer.
-        device: where plain buffers go.
+        ranks, initializer: the ranks and the initializer of the call.
+        device: the device for plain buffers.
 
     Returns:
-        Name -> the rule that gave its values, merged over the ranks; and this rank's buffers.
+        Name -> the rule that computed its values, merged over the ranks; and the replacements of
+        this rank's buffers, which are not in place yet.
 
     Raises:
-        LoadError: no rule fills some buffers; names each of them.
+        LoadError: no rule fills some buffers; the error names each of them.
     """
 
     def fill() -> tuple[list[Replacement], tuple[dict[str, str], set[str]]]:
-        """The buffers of this rank; the rule of each, and those that none fills."""
+        """Return this rank's buffers, the rule of each, and the names of buffers without a rule."""
         replacements: list[Replacement] = []
         rules: dict[str, str] = {}
         lost = set[str]()
@@ -63,10 +64,10 @@ def rebuilt_values(
 
 
 def without_rule(model: nn.Module, match: ModelMatch) -> list[str]:
-    """Report tensors of a match that need first values, and that no rule writes.
+    """Return the error texts for tensors of a match that need initial values but have no rule.
 
-    The rules run here for nothing but this answer, one whole tensor at a time: a load that learns
-    it later has overwritten weights.
+    The rules run here only for this answer, one whole tensor at a time, because a load that notices
+    it later has already overwritten weights.
 
     Raises:
         LoadError: as for `Initializer.fill`.
@@ -91,8 +92,8 @@ def _needs_rebuilding(target: ModelTensor) -> bool:
 
 def _not_rebuilt(names: Iterable[str]) -> str:
     return (
-        "non-persistent buffers on meta that no rule of their module rebuilds: "
+        "non-persistent buffers on meta that no rule of their module fills: "
         f"{', '.join(sorted(names))}"
-        "\n  build the model under `with anyrank.meta():`, which keeps buffers real, or give "
-        "the module a reset_parameters() that fills them"
+        "\n  Fix: build the model under `with anyrank.meta():`, which keeps buffers real, or add "
+        "a reset_parameters() that fills them to the module"
     )

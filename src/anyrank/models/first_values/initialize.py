@@ -1,9 +1,8 @@
-"""Initial values from the model's own rules, the same on any number of ranks.
+"""Initial values from the model's own rules; the same on any number of ranks.
 
-Rules run on a stand-in of the model in which only the wanted tensor is real and whole. Its random
-numbers are seeded with the run's seed and the tensor's name, so values depend neither on the number
-of ranks nor on which other tensors are wanted, and a rank needs memory for one whole tensor at a
-time.
+Rules run on a stand-in of the model in which only one tensor is real and whole. Random numbers are
+seeded with the run's seed and the tensor's name, so values depend neither on the number of ranks
+nor on which other tensors are initialized. A rank needs memory for one whole tensor at a time.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Initializer:
     """Fills tensors of one model.
 
     Args:
-        model: the model whose modules' rules are used; none of its tensors is touched.
-        seed: the same on all ranks.
-        init: the user's own rule, called with each module (stand-in) that owns a wanted tensor;
-            default: the steps of construction, `reset_parameters` from the inside out, then
-            `_init_weights`.
+        model: the model whose modules' rules are used. Its tensors are not touched.
+        seed: the same on every rank.
+        init: the user's own rule, called with the stand-in of each module that owns a tensor to
+            initialize. Default: the steps of construction: `reset_parameters` from the inside out,
+            then `_init_weights`.
     """
 
     def __init__(self, model: nn.Module, seed: int, init: Init | None = None) -> None:
@@ -52,7 +51,7 @@ class Initializer:
         """Fill this rank's share of a target.
 
         Returns:
-            The name of the rule that ran last, or None if the rules leave a part unwritten.
+            The name of the rule that ran last; None if the rules leave a part unwritten.
 
         Raises:
             LoadError: a rule fails on the stand-in, or needs values that do not exist yet.
@@ -65,9 +64,9 @@ class Initializer:
     def values(
         self, target: ModelTensor, device: torch.device
     ) -> tuple[str | None, torch.Tensor | None]:
-        """The rule that ran last, and a whole target's values by the rules.
+        """Return the rule that ran last, and the whole target's values from the rules.
 
-        None for both if the rules leave a part unwritten; None for the values of an empty target.
+        Both are None if the rules leave a part unwritten. The values of an empty target are None.
 
         Raises:
             LoadError: as for `fill`.
@@ -83,14 +82,14 @@ class Initializer:
     def fill_all(
         self, wanted: Iterable[tuple[ModelTensor, torch.Tensor]], sample: Callable[[], None]
     ) -> dict[str, str]:
-        """Fill this rank's shares of targets; return the rule of each.
+        """Fill this rank's shares of targets, and return the rule of each.
 
         Args:
-            wanted: each target, and this rank's memory of it.
-            sample: called after each, to measure memory.
+            wanted: each target, and this rank's memory for it.
+            sample: called after each target, to measure memory.
 
         Raises:
-            LoadError: no rule fills some of them; names each.
+            LoadError: no rule fills some of them; the error names each.
         """
         rules: dict[str, str] = {}
         without: list[str] = []
@@ -108,7 +107,7 @@ class Initializer:
     def _written(
         self, target: ModelTensor, device: torch.device, fill: float
     ) -> tuple[str | None, torch.Tensor | None]:
-        """The rule that ran last, and the rules' result for a tensor that is full of `fill`."""
+        """Return the rule that ran last, and the result for a tensor that was full of `fill`."""
         blank = torch.full(target.shape, fill, dtype=target.dtype, device=device)
         is_parameter = target.kind == "parameter"
         wanted = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
@@ -118,13 +117,14 @@ class Initializer:
             entry = target.registrations[0]
             value = getattr(self._stand_in(entry.module), entry.attribute)
         finally:
-            # Backwards, because a module that is registered twice has two entries for one place.
+            # Backwards, because a module that is registered twice has two entries for the same
+            # attribute.
             for entry, old in zip(reversed(target.registrations), reversed(on_meta), strict=True):
                 self._swap(entry, old)
         return name, None if value.shape != blank.shape or value.is_meta else value
 
     def _run(self, target: ModelTensor, device: torch.device) -> str | None:
-        """Run the rules under the tensor's seed; the global generators keep their states."""
+        """Run the rules with the tensor's seed; the global generators keep their states."""
         last: str | None = None
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
@@ -137,14 +137,13 @@ class Initializer:
                     if self.init is not None:
                         raise
                     raise LoadError(
-                        f"{target.name}: {last} fails while it initializes "
-                        f"({type(error).__name__}: {error}): "
-                        "pass init= to anyrank.materialize"
+                        f"{target.name}: {last} failed to initialize it ({type(error).__name__}: "
+                        f"{error}). Pass init= to anyrank.materialize."
                     ) from error
         return last
 
     def _rules(self, target: ModelTensor) -> Iterator[Rule]:
-        """Yield the rules that construction would run for a tensor, in that order."""
+        """Yield the rules that construction would run for a tensor, in the same order."""
         entry = target.registrations[0]
         if self.init is not None:
             init, owner = self.init, self._stand_in(entry.module)
@@ -157,7 +156,7 @@ class Initializer:
                 rule = lora_rule(module, self._stand_in(module), entry)
                 if rule is not None:
                     yield rule
-                return  # adapters are added after the base model's rules have run
+                return  # adapters are added after the rules of the base model have run
         if not target.adapter:
             yield from self._model_rules(entry)
 
@@ -168,7 +167,9 @@ class Initializer:
                 yield f"{plain_class(module).__name__}.{name}", getattr(stand_in, name)
 
     def _model_rules(self, entry: Registration) -> Iterator[Rule]:
-        """`_init_weights(module)` of the nearest model, for each module from the owner outwards."""
+        """Yield `_init_weights(module)` of the nearest model, for each module from the owner
+        outwards.
+        """
         has_model = False
         for depth in reversed(range(len(entry.path))):
             models = (m for m in reversed(entry.path[: depth + 1]) if hasattr(m, "_init_weights"))
@@ -183,7 +184,7 @@ class Initializer:
                 yield f"{plain_class(module).__name__}.init_weights", rule.init_weights
 
     def _stand_in(self, module: nn.Module) -> nn.Module:
-        """The stand-in of one of the model's modules; the tree is built at its first use."""
+        """Return the stand-in of one of the model's modules; the first call builds the tree."""
         if not self.stand_ins:
             self.stand_ins = _stand_ins_of(self.model)
         return self.stand_ins[id(module)]
@@ -197,11 +198,11 @@ class Initializer:
 
 
 def no_rule_for(names: Sequence[str]) -> str:
-    """Say of which tensors the rules leave a part unwritten, with the ways out."""
+    """Return the error text for tensors of which the rules leave a part unwritten."""
     return (
         f"no rule gives initial values to {', '.join(first_few(names, 10))} (looked for "
-        "_init_weights, reset_parameters, init_weights): load their values, give their "
-        "modules a reset_parameters(), or call materialize(init=) with a rule of your own"
+        "_init_weights, reset_parameters, init_weights). Load them, add a reset_parameters() to "
+        "their modules, or pass your own rule: materialize(init=...)."
     )
 
 
@@ -213,16 +214,16 @@ def _is_adapter_layer(module: nn.Module) -> bool:
 
 
 def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None:
-    """Put a rank's share of a value into its memory."""
+    """Copy this rank's share of a value into its memory."""
     for piece in target.pieces:
         part = local[Box(piece.local, piece.box.sizes).slices()]
         part.copy_(value.detach()[piece.box.slices()])
 
 
 def _fills(dtype: torch.dtype) -> tuple[float, ...]:
-    """The values with which a tensor is filled before its rules run, once for each.
+    """Return the values with which a tensor is filled first; its rules run once for each.
 
-    The elements that rules write are not NaN, or are equal whatever was there before.
+    Elements that the rules write are not NaN, or are the same for each of these values.
     """
     return (float("nan"),) if dtype.is_floating_point or dtype.is_complex else (0, 1)
 
@@ -233,7 +234,7 @@ def _differ(value: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _stand_ins_of(model: nn.Module) -> dict[int, nn.Module]:
-    """Copies of a model's modules by the modules' ids, with parameters on meta and own buffers."""
+    """Copy a model's modules, by their ids, with parameters on meta and their own buffers."""
     copies: dict[int, nn.Module] = {}
     plain_copy(model, copies)
     for copy in copies.values():

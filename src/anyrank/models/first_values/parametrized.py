@@ -1,4 +1,4 @@
-"""Parametrized tensors (weight_norm), which get no first values from any rule."""
+"""Parametrized tensors (weight_norm), to which no rule gives initial values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from anyrank.wording import first_few
 
 
 def parametrized(targets: Iterable[ModelTensor]) -> list[str]:
-    """Name parametrized tensors that need first values.
+    """Return the error text for parametrized tensors that need initial values.
 
-    The rules of modules know only the tensors that the parametrization replaced.
+    The rules of modules know only the tensors that the parametrization has replaced.
     """
     names = [
         target.name
@@ -23,7 +23,7 @@ def parametrized(targets: Iterable[ModelTensor]) -> list[str]:
     if not names:
         return []
     return [
-        f"{', '.join(first_few(names, 10))}: no rule gives first values to parametrized tensors "
-        "(weight_norm, ...): build these modules on the CPU (without anyrank.meta()), or load "
-        "their weights"
+        f"{', '.join(first_few(names, 10))}: no rule gives initial values to parametrized tensors "
+        "(weight_norm, ...). Build these modules on the CPU, without anyrank.meta(), or load "
+        "their weights."
     ]

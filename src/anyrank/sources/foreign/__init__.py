@@ -1,1 +1,1 @@
-"""Runs that other tools have saved: the names of their parts, and the place of each."""
+"""Checkpoints of runs of other tools: the names of their parts, and where each is."""

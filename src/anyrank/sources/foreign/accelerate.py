@@ -1,6 +1,7 @@
 """Folders of Accelerate's `save_state` and `checkpoint-N` folders of the transformers Trainer.
 
-Accelerate's with DDP, and with FSDP, sharded or full; also folders of tools built on the Trainer.
+Accelerate's folders may be from DDP or FSDP, sharded or full. Tools that are built on the Trainer
+write the same folders.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SHARDED_OPTIMIZER = re.compile(r"^optimizer_(\d+)$")
 SCHEDULER = re.compile(r"^scheduler(?:_(\d+))?\.(?:bin|pt)$")
 MODEL = re.compile(r"^(?:model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(?:safetensors|bin)$")
 STATE = "trainer_state.json"
-ENGINE = "pytorch_model"  # the folder in which its DeepSpeed engine saves
+ENGINE = "pytorch_model"  # the folder of its DeepSpeed engine
 FSDP_MODEL = re.compile(r"^pytorch_model_fsdp(?:_\d+)?(?:\.bin)?$")
 SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
 
@@ -44,10 +45,10 @@ SHARDED_MODEL = re.compile(r"^pytorch_model_fsdp_(\d+)$")
 def list_folder(storage: Storage, folder: str) -> Listing:
     """List the weights of a folder of Accelerate, the Trainer or DeepSpeed.
 
-    Those in safetensors if there are any, else those that DeepSpeed or FSDP wrote.
+    Weights in safetensors are preferred to those that DeepSpeed or FSDP wrote.
 
     Raises:
-        LoadError: it holds weights of several models; or as for `read`.
+        LoadError: the folder has weights of several models; or as for `read`.
     """
     names = storage.names(folder)
     if not any(".safetensors" in name for name in names):
@@ -64,16 +65,16 @@ def _list_fsdp(storage: Storage, folder: str, names: list[str]) -> Listing:
     models = _models(storage, folder, names)
     if len(models) > 1:
         shown = ", ".join(name for name in names if SHARDED_MODEL.match(name) or MODEL.match(name))
-        raise LoadError(f"{folder}: holds several sets of weights ({shown}): give one of these")
+        raise LoadError(f"{folder}: contains several sets of weights ({shown}); pass one of them")
     (listing,) = models.values()
     return listing
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """Read the contents of such a folder.
+    """Read the contents of a folder of Accelerate, the Trainer or DeepSpeed.
 
     Raises:
-        LoadError, UnsafeFile: it is not whole, or a pickle in it would run code.
+        LoadError, UnsafeFile: it is incomplete, or a pickle in it would run code.
     """
     files, names = Collector(storage, folder), storage.names(folder)
     if STATE in names:
@@ -112,7 +113,7 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         elif match := CUSTOM.match(name):
             part, tree = _numbered("registered", match[2]), files.tree(files.named(name))
             states[part], keys[part] = tree, match[1]
-            if flat(tree):  # the weights of a module, if the object is one
+            if flat(tree):  # the weights of a module, if the object is a module
                 models[part] = weights_of(tree)
     ranks = sum(bool(RANDOM.match(name)) for name in names)
     step = next((files.steps_of(optimizer) for optimizer in optimizers.values()), None)
@@ -125,7 +126,7 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         if RANDOM.match(name)
     }
     not_read |= {
-        name: "the position of a loader of this tool's, in its own order of samples"
+        name: "the position of the tool's loader, in its own sample order"
         for name in names
         if name.startswith(("dl_state_dict", "sampler"))
     }
@@ -137,7 +138,9 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
         states,
         step=step if isinstance(step, int) and step >= 0 else None,
         ranks=ranks or None,
-        scheduler_steps=1 if STATE in names else max(ranks, 1),  # the Trainer counts steps
+        scheduler_steps=1
+        if STATE in names
+        else max(ranks, 1),  # the Trainer counts optimizer steps
         not_read=not_read,
         keys=keys,
         tree={key: states[part] for part, key in keys.items()},
@@ -145,7 +148,7 @@ def _read(files: Collector, names: list[str]) -> ForeignCheckpoint:
 
 
 def _numbered(name: str, number: str | None) -> str:
-    """`model`, `model_1`, ...: Accelerate's numbering of prepared objects."""
+    """Return `model`, `model_1`, ..., as Accelerate numbers prepared objects."""
     return name if number in (None, "0") else f"{name}_{number}"
 
 
@@ -165,15 +168,15 @@ def _models(storage: Storage, folder: str, names: list[str]) -> dict[str, Listin
 
 
 def _exported(files: Collector, names: list[str]) -> Listing:
-    """The weights that `save_pretrained` or `save_model` put into the folder.
+    """Return the weights that `save_pretrained` or `save_model` wrote into the folder.
 
     Raises:
-        LoadError: there are none, or some are missing.
+        LoadError: the folder has none, or some are missing.
     """
     stems, endings = huggingface.STEMS, ENDINGS
     if not any(name.startswith(stems) and name.endswith(endings) for name in names):
         shown = ", ".join(names[:20])
-        raise LoadError(f"{files.folder}: no weights of a model here; the folder holds {shown}")
+        raise LoadError(f"{files.folder}: contains no weights of a model; it contains {shown}")
     return huggingface.list_folder(files.storage, files.folder)
 
 
@@ -184,7 +187,7 @@ def _sharded_model(storage: Storage, path: str) -> Listing:
 
 
 def _optimizer_files(files: Collector, names: list[str]) -> dict[str, ForeignOptimizer]:
-    """The state of each optimizer in the folder, by the optimizer's name."""
+    """Return the state of each optimizer in the folder, by the optimizer's name."""
     optimizers: dict[str, ForeignOptimizer] = {}
     for name in names:
         path = files.named(name)

@@ -1,4 +1,4 @@
-"""The contents of another tool's checkpoint, part by part, and how its files are collected."""
+"""The contents of another tool's checkpoint by part, and how its files are collected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from anyrank.tensors.spec import StoredTensor
 V = TypeVar("V")
 
 MAX_JSON_BYTES = 1 << 30
-MOMENTS_STAY = "its moments are cut by the tool's parallelism: they start at zero"
+MOMENTS_STAY = "its moments start at zero, because they are sharded by the tool's own parallelism"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ForeignGroup:
     """A parameter group of an optimizer.
 
     Attributes:
-        params: its parameters, by name, or by their number in the optimizer.
+        params: its parameters, by name or by number in the optimizer.
         options: hyperparameters; plain values, or stored tensors.
     """
 
@@ -45,7 +45,7 @@ class ForeignOptimizer:
     """The state of an optimizer.
 
     Attributes:
-        groups: groups in the tool's order.
+        groups: groups, in the tool's order.
         state: parameter, by name or number -> key -> stored tensor or plain value.
     """
 
@@ -55,28 +55,29 @@ class ForeignOptimizer:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A checkpoint of another tool, known from headers and small values alone.
+    """A checkpoint of another tool, known from headers and small values only.
 
     Attributes:
         tool: the tool that wrote it.
-        listing: its files, which `weights` and the other tables refer to.
+        listing: its files, to which `weights` and the other tables refer.
         weights: name of a model -> its tensors, extra state and metadata, without files.
         optimizers: name -> state.
         states: name -> the `state_dict()` of a scheduler, scaler or other part.
         step: completed optimizer steps, or None if the tool did not save them.
-        not_a_step: description of an invalid value in place of the step, or "".
-        epoch: epochs, including the part of the current one; None as for `step`.
-        batches: batches of the current epoch, if its part is unknown.
+        not_a_step: error text for an invalid value in place of the step, or "".
+        epoch: epochs, including the fraction of the current one; None as for `step`.
+        batches: batches of the current epoch, if its fraction is unknown.
         samples: samples of completed steps; None as for `step`.
         ranks: number of processes that saved it, or None.
         scheduler_steps: number of scheduler steps in each optimizer step.
-        says_scheduler_steps: whether the user gave that number, not the tool's kind.
-        not_read: everything else in it -> why it is not used.
-        keys: name of a part here -> the tool's name for it, if that is another one.
-        optimizer_steps: number of optimizer steps, by the optimizer's state; None if it has no
-            count.
-        assumed: the assumptions made, in sentences for the report.
-        tree: the checkpoint's own tables, for parts that parts= names inside of them.
+        says_scheduler_steps: whether the user passed that number; otherwise it is the usual one of
+            the tool.
+        not_read: name of any other part -> why it is not used.
+        keys: name of a part here -> the tool's name for it, if that differs.
+        optimizer_steps: number of optimizer steps according to the optimizer's state; None if it
+            has no count.
+        assumed: the assumptions, in sentences for the report.
+        tree: the checkpoint's tables, for parts inside them that parts= names.
     """
 
     tool: str
@@ -99,16 +100,15 @@ class ForeignCheckpoint:
     tree: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def for_parts(self, names: Collection[str], chosen: Mapping[str, str]) -> ForeignCheckpoint:
-        """Return the checkpoint with its parts named like those of a state.
+        """Return the checkpoint with its parts named as those of a state are.
 
         Args:
-            names: names of the state's parts. One that is the tool's own name for a part gets that
-                part.
-            chosen: part of the state -> name of the part here, or the tool's; one inside of a
-                table, or of a list, is named with dots.
+            names: names of the state's parts. A name that the tool uses for a part gets that part.
+            chosen: part of the state -> name of the part here, or the tool's name; a part inside a
+                table or list is named with dots.
 
         Raises:
-            LoadError: there is no such part.
+            LoadError: the checkpoint does not have such a part.
         """
         weights, optimizers, states = {**self.weights}, {**self.optimizers}, {**self.states}
         own_names = {key: name for name, key in self.keys.items()}
@@ -125,7 +125,9 @@ class ForeignCheckpoint:
                     weights[key] = weights_of(inner)
             elif moves[part] not in known:
                 shown = ", ".join(sorted(self.keys.get(name, name) for name in known))
-                raise LoadError(f"parts= names {key!r} for {part}: the checkpoint has {shown}")
+                raise LoadError(
+                    f"parts={{{part!r}: {key!r}}}: the checkpoint has no such part; it has {shown}"
+                )
         if not moves:
             return self
         keys = {name: key for name, key in self.keys.items() if name not in moves.values()}
@@ -139,7 +141,7 @@ class ForeignCheckpoint:
         )
 
     def tables(self) -> list[str]:
-        """The names of its tables of weights, the innermost ones, averages last."""
+        """Return the names of its innermost tables of weights, with averages last."""
         names = [
             inner
             for name in self.weights
@@ -149,23 +151,25 @@ class ForeignCheckpoint:
         return sorted(names, key=lambda name: (is_average(name), name))
 
     def models(self) -> str:
-        """The names of its models, as the tool calls them."""
+        """Return the tool's names of its models."""
         return ", ".join(sorted(self.keys.get(name, name) for name in self.weights)) or "none"
 
     def model(self, name: str) -> Listing:
-        """The weights of one model, as a source for `load`.
+        """Return the weights of one model, as a source for `load`.
 
         Raises:
-            LoadError: there is no model of this name.
+            LoadError: the checkpoint has no model of this name.
         """
         if name not in self.weights:
-            raise LoadError(f"no weights of {name} here; there are those of {self.models()}")
+            raise LoadError(
+                f"the checkpoint has no weights of {name}; it has those of {self.models()}"
+            )
         files = self.listing.files, self.listing.checksums
         return replace(self.weights[name], files=files[0], checksums=files[1], sums={})
 
 
 def _inner(tree: Any, name: str) -> dict[Any, Any] | None:
-    """The table of this name, with dots, in nested tables and lists; None if there is none."""
+    """Return the table with this dotted name in nested tables and lists, or None."""
     if isinstance(tree, list) and len(cast("list[Any]", tree)) == 1 and not name:
         tree = cast("list[Any]", tree)[0]
     if not name:
@@ -181,7 +185,7 @@ def _inner(tree: Any, name: str) -> dict[Any, Any] | None:
 
 
 def _tables_in(tree: Any, name: str) -> list[str]:
-    """The names of the innermost tables of weights, without those of optimizers."""
+    """Return the names of the innermost tables of weights, without those of optimizers."""
     if not isinstance(tree, dict) or "param_groups" in tree:
         return []
     table = cast("dict[Any, Any]", tree)
@@ -191,7 +195,7 @@ def _tables_in(tree: Any, name: str) -> list[str]:
 
 
 def weights_of(table: Any) -> Listing:
-    """Weights in tables and lists, extra state of modules among them, and what is not read."""
+    """Return the weights in tables and lists, extra state of modules, and what is not read."""
     listing = Listing("", (), {})
     notes: list[str] = []
 
@@ -215,18 +219,18 @@ def weights_of(table: Any) -> Listing:
 
 
 def _has_more_than_numbers(value: Any) -> bool:
-    """Return whether a list holds anything but plain values: its entries are looked at then."""
+    """Return whether a list has entries other than plain values, which must then be examined."""
     return isinstance(value, list | tuple) and not all(isinstance(v, PLAIN) for v in value)
 
 
 def _moved(table: dict[str, V], moves: Mapping[str, str]) -> dict[str, V]:
-    """Give a table's entries the names of parts; `moves` is new name -> old name."""
+    """Rename the entries of a table to names of parts; `moves` maps new names to old ones."""
     left = {name: value for name, value in table.items() if name not in moves.values()}
     return left | {part: table[name] for part, name in moves.items() if name in table}
 
 
 class Collector:
-    """Collects the files of one checkpoint, read one after another, into one list."""
+    """Collects the files of one checkpoint, which are read one after the other, into one list."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
@@ -234,7 +238,7 @@ class Collector:
         self.checksums: list[Checksum] = []
 
     def add(self, listing: Listing) -> Listing:
-        """Add a listing, whose files become files of this checkpoint."""
+        """Add the files of a listing to this checkpoint; return the listing with new numbers."""
         base = len(self.files)
         self.files += listing.files
         self.checksums += (replace(c, file=c.file + base) for c in listing.checksums)
@@ -243,10 +247,10 @@ class Collector:
         return replace(listing, tensors=tensors, adapters=adapters)
 
     def tree(self, path: str) -> Any:
-        """Read a file of `torch.save`: plain values, and stored tensors.
+        """Read a torch.save file: plain values, and stored tensors.
 
         Raises:
-            UnsafeFile: it is damaged, or its pickle names unknown globals.
+            UnsafeFile: it is corrupt, or its pickle names unknown globals.
         """
         with saying_what_it_is(self.storage, path):
             read = torch_file.read_file(self.storage, path)
@@ -256,11 +260,11 @@ class Collector:
         return bound(read.tree, path, lambda key, ref: read.stored(key, ref).with_file_offset(base))
 
     def named(self, *names: str) -> str:
-        """The path of something in the folder."""
+        """Return the path of a file in the folder."""
         return join_path(self.folder, "/".join(names))
 
     def value(self, stored: StoredTensor) -> float | None:
-        """The value of a stored tensor of one element."""
+        """Read the value of a stored tensor of one element."""
         chunk = stored.chunks[0]
         path = self.files[chunk.file].path
         with closing(self.storage.open(path)) as file:
@@ -268,7 +272,7 @@ class Collector:
         return torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
 
     def steps_of(self, optimizer: ForeignOptimizer) -> int | None:
-        """The number of steps of an optimizer: the largest count among its parameters."""
+        """Return the number of steps of an optimizer: the largest count of its parameters."""
         counts: list[float] = []
         for entries in optimizer.state.values():
             count = entries.get("step")
@@ -287,7 +291,7 @@ class Collector:
         return read_whole(self.storage, path, MAX_JSON_BYTES)
 
     def listing(self, tool: str) -> Listing:
-        """All files, without tensors."""
+        """Return a listing of all files, without tensors."""
         return Listing(tool, tuple(self.files), {}, checksums=tuple(self.checksums))
 
 
@@ -303,7 +307,7 @@ class Unread:
 
     @property
     def is_array(self) -> bool:
-        """Return whether it is an array of NumPy."""
+        """True if it is a NumPy array."""
         return self.name == "_reconstruct"
 
 
@@ -315,9 +319,9 @@ def _class_of(value: Any) -> str:
 
 
 def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -> Any:
-    """Bind the tensor references of a tree to bytes. Shared containers stay shared.
+    """Replace the tensor references in a tree by stored tensors. Shared containers stay shared.
 
-    Anything that is neither a container nor a plain value becomes `Unread`.
+    Values that are neither containers nor plain become `Unread`.
 
     Raises:
         UnsafeFile: the tree contains itself.
@@ -350,11 +354,11 @@ def bound(tree: Any, path: str, bind: Callable[[str, pickles.TensorRef], Any]) -
     try:
         return walk(tree, "")
     except RecursionError as error:
-        raise UnsafeFile(f"{path}: its pickle nests without end") from error
+        raise UnsafeFile(f"{path}: its pickle is nested without end") from error
 
 
 def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
-    """Parse the result of `Optimizer.state_dict()` or of torch's state dict helpers.
+    """Parse the result of `Optimizer.state_dict()` or of torch's state dict functions.
 
     Raises:
         LoadError: it is neither.
@@ -363,7 +367,7 @@ def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
     groups, state = table.get("param_groups"), table.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
         shown = ", ".join(map(str, cast("dict[Any, Any]", table))) or type(tree).__name__
-        raise LoadError(f"{path}: not the state of a torch optimizer; it holds {shown[:200]}")
+        raise LoadError(f"{path}: is not the state of a torch optimizer; it contains {shown[:200]}")
     parsed: list[ForeignGroup] = []
     names: dict[str | int, str | int] = {}
     for group in cast("list[Any]", groups):
@@ -387,17 +391,19 @@ def optimizer_of(tree: Any, path: str) -> ForeignOptimizer:
 def _name(key: Any, path: str) -> str | int:
     if isinstance(key, (str, int)) and not isinstance(key, bool):
         return key
-    raise LoadError(f"{path}: {str(key)[:80]!r} is not a parameter's name or number")
+    raise LoadError(f"{path}: {str(key)[:80]!r} is not the name or number of a parameter")
 
 
 def _entries(entries: Any, path: str) -> dict[str, Any]:
     if not isinstance(entries, dict):
-        raise LoadError(f"{path}: the state of a parameter is a {type(entries).__name__}")
+        raise LoadError(
+            f"{path}: expected a dict as the state of a parameter, got {type(entries).__name__}"
+        )
     return {str(key): value for key, value in cast("dict[Any, Any]", entries).items()}
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, StoredTensor]:
-    """The stored tensors of nested tables, by their keys joined with dots."""
+    """Return the stored tensors of nested tables, by keys joined with dots."""
     tensors: dict[str, StoredTensor] = {}
     for key, value in cast("dict[Any, Any]", tree).items() if isinstance(tree, dict) else ():
         if isinstance(value, StoredTensor):
@@ -413,6 +419,6 @@ def is_plain_number(value: Any) -> TypeGuard[int | float]:
 
 
 def count_of(table: Mapping[str, Any], key: str) -> int | None:
-    """A count of at least 0 from values that nobody vouches for, or None."""
+    """Return a count of at least 0 from unchecked values, or None."""
     value = table.get(key)
     return value if type(value) is int and value >= 0 else None

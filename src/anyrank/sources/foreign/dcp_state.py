@@ -1,4 +1,4 @@
-"""Optimizers and other parts in torch.distributed.checkpoint folders, in the layouts in use.
+"""Optimizers and other parts in torch.distributed.checkpoint folders, in both usual layouts.
 
 Nested: `optimizer.state.<parameter>.exp_avg` and `optimizer.param_groups` as a list of groups, as
 torch's `get_optimizer_state_dict` returns them. Flat: the same keys, and
@@ -26,10 +26,10 @@ STATE, GROUPS = "state.", "param_groups."
 
 
 def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
-    """Read the optimizer in a DCP folder that holds nothing else.
+    """Read the optimizer in a DCP folder that contains nothing else.
 
     Raises:
-        LoadError: it holds no optimizer.
+        LoadError: the folder has no optimizer.
     """
     content = dcp.read_folder(files.storage, folder, lambda key: "param_groups." in key)
     tree = add_folder(files, content).tree()
@@ -37,14 +37,14 @@ def read_optimizer(files: Collector, folder: str) -> ForeignOptimizer:
 
 
 def add_folder(files: Collector, content: dcp.DcpFolder) -> dcp.DcpFolder:
-    """Make a folder's files files of the checkpoint; return the folder, numbered accordingly."""
+    """Add a folder's files to the checkpoint; return the folder with their new numbers."""
     listing = files.add(content.listing)
     objects = bound(content.objects, files.folder, lambda key, ref: Unread("Tensor"))
     return dcp.DcpFolder(listing, content.paths, objects, content.others)
 
 
 def read_tree(tree: Any, path: str) -> ForeignOptimizer:
-    """Read an optimizer's part of a saved state dict, nested or flat.
+    """Read the optimizer's part of a saved state dict, nested or flat.
 
     Raises:
         LoadError: it is neither.
@@ -60,12 +60,14 @@ def read_tree(tree: Any, path: str) -> ForeignOptimizer:
         return optimizer_of({"state": table["state"], "param_groups": groups}, path)
     if not any(str(key).startswith(STATE) for key in table):
         shown = ", ".join(map(str, [*table][:10]))
-        raise LoadError(f"{path}: no optimizer in a layout that torch writes; it holds {shown}")
+        raise LoadError(
+            f"{path}: has no optimizer in a layout that torch writes; it contains {shown}"
+        )
     return _flat(table)
 
 
 def _listed(value: Any) -> list[Any]:
-    """Rebuild a list that DCP took apart, from its entries by number."""
+    """Rebuild a list from its entries by number, into which DCP has split it."""
     if isinstance(value, dict):
         table = cast("dict[Any, Any]", value)
         return [table[key] for key in sorted(table, key=lambda key: int(key))]
@@ -87,7 +89,7 @@ def _flat(table: Mapping[Any, Any]) -> ForeignOptimizer:
 def _by_options(
     options: Mapping[str, dict[str, Any]], state: Mapping[str | int, Any]
 ) -> list[ForeignGroup]:
-    """Groups of parameters that have the same hyperparameters."""
+    """Group parameters that have the same hyperparameters."""
     groups: dict[str, ForeignGroup] = {}
     for name in {**dict.fromkeys(map(str, state)), **dict.fromkeys(options)}:
         values = options.get(name, {})

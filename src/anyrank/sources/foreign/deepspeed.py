@@ -1,9 +1,9 @@
-"""DeepSpeed's folders: ZeRO 1 to 3, of any number of ranks.
+"""DeepSpeed folders: ZeRO 1 to 3, saved on any number of ranks.
 
-ZeRO keeps the float32 weights flat, and the optimizer's moments in the same form. In stages 1 and 2
-the parameters of a group lie one after another, and the ranks have equal parts of that; in stage 3
-each parameter is cut into equal parts. Their order is in the model's file. Nothing is merged: each
-rank reads the ranges of its share.
+ZeRO stores the float32 weights flat, and the optimizer's moments in the same form. In stages 1 and
+2, the parameters of a group lie one after the other, and each rank has an equal part of them; in
+stage 3, each parameter is cut into equal parts. Their order is in the model's file. Nothing is
+merged: each rank reads the ranges of its share.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 PIPELINE = re.compile(r"^layer_\d+-model_")
 EXPERTS = re.compile(r"^(?:layer_\d+_)?expert_|^expp_rank_")
-LATEST = "latest"  # the file that names the latest step
+LATEST = "latest"  # the file with the name of the latest step
 UNIVERSAL = "zero"
 MAX_TAG_BYTES = 4096
 Shapes = list[dict[str, tuple[int, ...]]]
-# Parameter -> the pieces of its elements, in order: flat tensor, first element, number.
+# Parameter -> the pieces of its elements, in order: flat tensor, first element, count.
 Parts = dict[str, list[tuple[StoredTensor, int, int]]]
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """List the weights of such a folder: the float32 ones, if an optimizer holds them."""
+    """List the weights of a DeepSpeed folder: the float32 weights, if an optimizer has them."""
     return read(storage, folder).model("model")
 
 
 def read(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """Read the contents of such a folder.
+    """Read the contents of a DeepSpeed folder.
 
     Raises:
-        LoadError: a rank's file is missing, parallelism other than data's, sizes that disagree.
-        UnsafeFile: a file is damaged, or its pickle would run code.
+        LoadError: a rank's file is missing, sizes contradict each other, or the parallelism is not
+            only data parallelism.
+        UnsafeFile: a file is corrupt, or its pickle would run code.
     """
     names = storage.names(folder)
     if not any(MODEL.match(name) for name in names):
@@ -64,7 +65,7 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
     models = _ranked(MODEL, folder, names)
     model: Any = files.tree(files.named(models[0]))
     if not isinstance(model, dict):
-        raise LoadError(f"{files.named(models[0])}: does not hold a dict of a model's states")
+        raise LoadError(f"{files.named(models[0])}: does not contain a dict of model states")
     optimizers = _ranked(OPTIMIZER, folder, names)
     try:
         if optimizers:
@@ -73,9 +74,9 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
             weights, saved = flat(model["module"]), model.get("optimizer")
             optimizer = optimizer_of(saved, files.named(models[0])) if saved else None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _not_read(folder, f"has other fields than those known ({error!r})") from error
+        raise _not_read(folder, f"has unknown or missing fields ({error!r})") from error
     except ValueError as error:
-        raise LoadError(f"{folder}: {error}: a file belongs to another save") from error
+        raise LoadError(f"{folder}: {error}. A file belongs to a different save.") from error
     scheduler = model.get("lr_scheduler")
     return ForeignCheckpoint(
         "DeepSpeed",
@@ -86,23 +87,23 @@ def read(storage: Storage, folder: str) -> ForeignCheckpoint:
         step=count_of(model, "global_steps"),
         samples=count_of(model, "global_samples"),
         ranks=len(optimizers) or count_of(model, "dp_world_size"),
-        not_read={"loss scaler": "it is an object of DeepSpeed's"},
+        not_read={"loss scaler": "it is a DeepSpeed object"},
     )
 
 
 def _latest(storage: Storage, folder: str, names: list[str]) -> str:
     if LATEST not in names:
         shown = ", ".join(names[:20])
-        raise LoadError(f"{folder}: no file of a model's states in it; it holds {shown}")
+        raise LoadError(f"{folder}: contains no file of model states; it contains {shown}")
     data = read_whole(storage, join_path(folder, LATEST), MAX_TAG_BYTES)
     tag = data.decode(errors="replace").strip()
     if not storage.is_dir(inside(folder, tag)):
-        raise LoadError(f"{folder}: its {LATEST} names {tag!r}, which is not there")
+        raise LoadError(f"{folder}: its {LATEST} names {tag!r}, which does not exist")
     return inside(folder, tag)
 
 
 def _is_parallel(names: list[str]) -> bool:
-    """Return whether files come from tensor, pipeline or expert parallelism."""
+    """Return whether files were written with tensor, pipeline or expert parallelism."""
     matches = [match for name in names if (match := MODEL.match(name) or OPTIMIZER.match(name))]
     return any(int(match[2]) for match in matches) or any(
         PIPELINE.match(name) or EXPERTS.match(name) for name in names
@@ -110,7 +111,7 @@ def _is_parallel(names: list[str]) -> bool:
 
 
 def _ranked(pattern: re.Pattern[str], folder: str, names: list[str]) -> list[str]:
-    """The files of a kind in the order of the ranks, complete.
+    """Return the files of a kind in the order of the ranks; check that none is missing.
 
     Raises:
         LoadError: a file is missing.
@@ -120,12 +121,12 @@ def _ranked(pattern: re.Pattern[str], folder: str, names: list[str]) -> list[str
         lost = min(set(range(max(by_rank))) - by_rank.keys())
         some = next(iter(by_rank.values()))
         name = some.replace(f"zero_pp_rank_{pattern.match(some)[1]}_", f"zero_pp_rank_{lost}_")  # type: ignore[index]
-        raise LoadError(f"{folder}: {name} is missing: copy the files of all ranks")
+        raise LoadError(f"{folder}: {name} is missing; copy the files of all ranks")
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _shapes(model: dict[str, Any]) -> Shapes:
-    """The shapes of each group's parameters, in order."""
+    """Return the shapes of the parameters of each group, in order."""
     groups: Any = model["param_shapes"]
     groups = groups if isinstance(groups, list) else [groups]
     return [
@@ -135,7 +136,7 @@ def _shapes(model: dict[str, Any]) -> Shapes:
 
 
 def _others(model: dict[str, Any], shapes: Shapes, whole: bool) -> dict[str, StoredTensor]:
-    """Weights that no optimizer holds: buffers, and in stages 1 and 2 frozen parameters."""
+    """Return weights that no optimizer has: buffers, and in stages 1 and 2 frozen parameters."""
     known = {name for group in shapes for name in group}
     kept = flat(model["module"])
     buffers = {str(name) for name in model.get("buffer_names") or ()}
@@ -151,7 +152,7 @@ def _with_ties(weights: dict[str, StoredTensor], model: dict[str, Any]) -> dict[
 def _zero(
     files: Collector, model: dict[str, Any], optimizers: list[str]
 ) -> tuple[dict[str, StoredTensor], ForeignOptimizer]:
-    """The weights and the optimizer, from each rank's partitions."""
+    """Return the weights and the optimizer, from each rank's partitions."""
     saved: list[Any] = [files.tree(files.named(name)) for name in optimizers]
     states: list[Any] = [state["optimizer_state_dict"] for state in saved]
     count = states[0].get("partition_count")
@@ -159,7 +160,7 @@ def _zero(
     if isinstance(count, int) and count != len(states):
         lost = re.sub(r"pp_rank_\d+_", f"pp_rank_{len(states)}_", optimizers[-1], count=1)
         raise LoadError(
-            f"{files.folder}: saved on {count} ranks, and has the files of {len(states)}: "
+            f"{files.folder}: was saved on {count} ranks, but has the files of only {len(states)}; "
             f"{lost} is missing"
         )
     shapes = _shapes(model)
@@ -188,11 +189,11 @@ def _optimizer(
     shapes: Shapes,
     parts_of: Callable[[list[list[StoredTensor]], Shapes], Parts],
 ) -> ForeignOptimizer:
-    """The optimizer, whose moments are flat like the weights.
+    """Return the optimizer, whose moments are flat as the weights are.
 
     Args:
-        moments: for each rank: number of a flat tensor -> the state kept for it.
-        groups: the optimizer's groups, of which stage 3 may have split some.
+        moments: for each rank: number of a flat tensor -> its state.
+        groups: the optimizer's groups, some of which stage 3 may have split.
         shapes: shapes of the parameters, group by group.
         parts_of: finds each parameter in the flat tensors of all ranks.
     """
@@ -229,13 +230,13 @@ def _assembled(parts: Parts, shapes: Shapes) -> dict[str, StoredTensor]:
 
 def _not_read(folder: str, what: str) -> LoadError:
     return LoadError(
-        f"{folder}: {what}, which is not read: run the zero_to_fp32.py beside it, and load the "
-        "weights that it writes"
+        f"{folder}: {what}, which is not supported. Run the zero_to_fp32.py next to it, and load "
+        "the weights that it writes."
     )
 
 
 def _parts_of_stage_1_or_2(masters: list[list[StoredTensor]], shapes: Shapes) -> Parts:
-    """Find parameters: those of a group lie one after another, in equal parts on the ranks."""
+    """Find parameters: those of a group lie one after the other, in equal parts on the ranks."""
     parts: Parts = {}
     for number, group in enumerate(shapes):
         size, start = max(flat_tensors[number].numel for flat_tensors in masters), 0
@@ -253,7 +254,7 @@ def _parts_of_stage_1_or_2(masters: list[list[StoredTensor]], shapes: Shapes) ->
 def _parts_of_stage_3(masters: list[list[StoredTensor]], shapes: Shapes) -> Parts:
     """Find parameters: each is cut into equal parts, the last one padded.
 
-    A rank's parts lie one after another, through all of its flat tensors.
+    The parts of a rank lie one after the other, across all of its flat tensors.
     """
     parts: Parts = {}
     start = 0
@@ -272,5 +273,7 @@ def _parts_of_stage_3(masters: list[list[StoredTensor]], shapes: Shapes) -> Part
         start += size
     total = sum(flat_tensor.numel for flat_tensor in masters[0])
     if total != start:
-        raise ValueError(f"the parameters take {start} elements of each rank, its file has {total}")
+        raise ValueError(
+            f"the parameters need {start} elements on each rank, but its file has {total}"
+        )
     return parts

@@ -1,7 +1,7 @@
-"""Folders with one file per rank: torch_checkpointing's (torchtitan).
+"""Folders of torch_checkpointing (torchtitan), with one file per rank.
 
-Each file is a rank's state dict, written by `torch.save`, with its shares as DTensors. The weights,
-the step and a scheduler's state are read; an optimizer's moments are not.
+Each file is a rank's state dict, written with `torch.save`, in which its shares are DTensors. The
+weights, the step and a scheduler's state are read; an optimizer's moments are not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint
     """Read the contents of a torch_checkpointing folder.
 
     Raises:
-        LoadError: a rank's file is missing, or the shares do not make up a tensor.
-        UnsafeFile: a file is damaged, or its pickle would run code.
+        LoadError: a rank's file is missing, or the shares do not cover a tensor.
+        UnsafeFile: a file is corrupt, or its pickle would run code.
     """
     files, names = Collector(storage, folder), storage.names(folder)
     world = max(int(match[1]) for name in names if (match := MODEL.match(name))) + 1
@@ -47,7 +47,7 @@ def read_torch_checkpointing(storage: Storage, folder: str) -> ForeignCheckpoint
 
 
 def _weights(files: Collector, names: list[str]) -> Listing:
-    """The tensors that the model's files of all ranks hold together.
+    """Return the tensors that are in the model's files of all ranks together.
 
     Raises:
         LoadError: a file is missing.
@@ -55,8 +55,8 @@ def _weights(files: Collector, names: list[str]) -> Listing:
     lost = [name for name in names if not files.storage.is_file(files.named(name))]
     if lost:
         raise LoadError(
-            f"{files.folder}: {lost[0]} is missing ({len(lost)} of {len(names)} ranks' files): "
-            "copy them all"
+            f"{files.folder}: {lost[0]} is missing ({len(lost)} of {len(names)} files); copy the "
+            "files of all ranks"
         )
     trees = [files.tree(files.named(name)) for name in names]
     return Listing("", (), whole_tensors(trees, files.folder))

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of another tool, to begin a run from it."""
+"""Reads a checkpoint of another tool, so that a run can start from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyrank.sources.foreign import accelerate, deepspeed, per_rank, scripts
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.readers.folders import format_of_folder
 
-# Readers for the run in a tool's folder, by its name in FOLDERS of `readers/folders.py`.
+# Readers of the folders of tools, by name in FOLDERS of `readers/folders.py`.
 RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "trainer": accelerate.read,
     "accelerate": accelerate.read,
@@ -23,24 +23,24 @@ RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
     "torch_checkpointing": per_rank.read_torch_checkpointing,
     "dcp": scripts.read_dcp,
 }
-# Tools whose folders are known but not read -> how to convert them.
+# Tools whose folders are recognized but not read -> how to convert them.
 NOT_READ = {
-    "verl": "saved by verl's FSDP workers, a file for each rank: merge them into a Hugging Face "
-    "folder with verl's own tool (python -m verl.model_merger merge --backend fsdp)",
-    "megatron": "a torch_dist checkpoint of Megatron's: convert it into a Hugging Face folder with "
-    "Megatron's own tools (Megatron Bridge, or tools/checkpoint/convert.py)",
+    "verl": "saved by verl's FSDP workers, with one file per rank. Merge the files into a Hugging "
+    "Face folder with verl (python -m verl.model_merger merge --backend fsdp)",
+    "megatron": "a torch_dist checkpoint of Megatron. Convert it into a Hugging Face folder with "
+    "Megatron's tools (Megatron Bridge, or tools/checkpoint/convert.py)",
 }
-WITH_A_LISTING = ("trainer", "accelerate", "deepspeed")  # whose weights are listed without the rest
+WITH_A_LISTING = ("trainer", "accelerate", "deepspeed")  # only their weights are listed
 
 
 def list_weights(name: str, storage: Storage, folder: str) -> Listing:
-    """List the weights in a folder of the tool of this name.
+    """List the weights in a folder of the tool with this name.
 
     Raises:
         LoadError, UnsafeFile: as for its reader.
     """
     if name in NOT_READ:
-        raise LoadError(f"{folder}: is {NOT_READ[name]}, and give that")
+        raise LoadError(f"{folder}: is {NOT_READ[name]}, and pass that folder.")
     if name in WITH_A_LISTING:
         return accelerate.list_folder(storage, folder)
     return RUNS[name](storage, folder).model("model")
@@ -51,11 +51,12 @@ def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
 
     Args:
         path: path of the checkpoint.
-        far: whether ranks on other machines read it too, each from its own copy.
+        far: whether ranks on other machines also read it, each from its own copy.
 
     Raises:
-        CheckpointError: nothing exists there, or nothing that is supported; or it is not whole.
-        UnsafeFile: a header that lies, or a pickle that would run code.
+        CheckpointError: the path does not exist, its format is not supported, or the checkpoint is
+            incomplete.
+        UnsafeFile: a header with impossible sizes, or a pickle that would run code.
     """
     storage = storage_for(path)
     try:
@@ -74,20 +75,21 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
         if name in RUNS:
             return RUNS[name]
         if name in NOT_READ:
-            raise CheckpointError(f"{path}: is {NOT_READ[name]}, and give that")
+            raise CheckpointError(f"{path}: is {NOT_READ[name]}, and pass that folder.")
         shown = ", ".join(names[:20]) or "nothing"
         raise CheckpointError(
-            f"{path}: no checkpoint of a tool whose runs are read here; the folder holds {shown}. "
-            "For weights alone call anyrank.load"
+            f"{path}: is not a checkpoint of a supported tool; the folder contains {shown}. To "
+            "load only weights, call anyrank.load."
         )
     if storage.is_file(path):
         if format_of(path) == "torch":
             return scripts.read_file
         endings = ", ".join(ending for ending, kind in FILES.items() if kind == "torch")
         raise CheckpointError(
-            f"{path}: a run is read from {endings} and folders; for weights alone call anyrank.load"
+            f"{path}: a run can start only from {endings} and folders. To load only weights, call "
+            "anyrank.load."
         )
     raise CheckpointError(
-        f"{path}: does not exist (working directory {os.getcwd()}): resume takes 'auto', 'must', a "
-        "step, or the path of a checkpoint"
+        f"{path}: does not exist (working directory {os.getcwd()}). Pass 'auto', 'must', a step, "
+        "or the path of a checkpoint to resume()."
     )

@@ -1,6 +1,7 @@
-"""Checkpoints that are one table of parts: files of training scripts and of Lightning, and DCP.
+"""Checkpoints that are one table of parts: files of training scripts and Lightning, and DCP
+folders.
 
-Parts are known by the names that scripts give them. Others keep their own names.
+Parts are known by the usual names in scripts. Other parts keep their names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from anyrank.sources.part_names import NESTED
 from anyrank.sources.readers import dcp
 from anyrank.tensors.spec import StoredTensor
 
-TRAINED = "current_model_state"  # Lightning's WeightAveraging keeps the average in state_dict
+TRAINED = "current_model_state"  # Lightning's WeightAveraging stores the average in state_dict
 EMAS = ("ema", "state_dict_ema", "ema_state_dict", "model_ema", "ema_model")
 OPTIMIZERS = (
     "optimizer", "optimizer_state_dict", "optim", "optim_state_dict", "opt", "optimizer_states",
@@ -43,28 +44,28 @@ STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_step
 PROGRESS = ("train_state", "trainer_state", "progress", "state")
 DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
 STEP_NAME = re.compile(r"(?:^|[_.-])(?:step|iter|iteration|checkpoint)[_=-]?(\d+)(?=[_.-]|$)")
-META = "meta.pt"  # Lightning's sharded folders: everything that is not in DCP's files
+META = "meta.pt"  # in Lightning's sharded folders: everything that is not in files of DCP
 NOT_READ = ("dataloader", "rng", "rng_state", "random_state")
 WHY = "random generators and loaders belong to the processes that saved them"
 
 
 def read_file(storage: Storage, path: str) -> ForeignCheckpoint:
-    """Read a file of `torch.save`: Lightning's, or a training script's.
+    """Read a torch.save file of Lightning or of a training script.
 
     Raises:
         LoadError: it contains no weights.
-        UnsafeFile: it is damaged, or its pickle would run code.
+        UnsafeFile: it is corrupt, or its pickle would run code.
     """
     folder, _, _ = path.rpartition("/")
     files = Collector(storage, folder)
     tree = files.tree(path)
     if not isinstance(tree, dict):
-        raise LoadError(f"{path}: holds a {type(tree).__name__}, not a dict of parts")
+        raise LoadError(f"{path}: contains a {type(tree).__name__}, not a dict of parts")
     return _read_table(files, cast("dict[Any, Any]", tree), path)
 
 
 def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
-    """Read a folder of torch.distributed.checkpoint: a script's, torchtitan's, Lightning's.
+    """Read a torch.distributed.checkpoint folder of a script, torchtitan or Lightning.
 
     Raises:
         LoadError, UnsafeFile: as for `read_file`; a data file is missing.
@@ -89,7 +90,7 @@ def read_dcp(storage: Storage, folder: str) -> ForeignCheckpoint:
 
 
 def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCheckpoint:
-    """The parts of a checkpoint by their names in a table.
+    """Find the parts of a checkpoint by their names in a table.
 
     Raises:
         LoadError: it contains no weights.
@@ -98,14 +99,13 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     tree = {**rest}
     weights: dict[str, Listing] = {}
     not_read: dict[str, str] = {}
-    keys: dict[str, str] = {}  # for parts that have another name here
+    keys: dict[str, str] = {}  # for parts that have a different name in the table
     averages: dict[str, Any] = {}
     names_of = {"model": NESTED, "ema": EMAS}
     if _has_average(rest):
         average = {f"module.{key}": value for key, value in rest["state_dict"].items()}
-        rest["state_dict"] = average | rest.pop(
-            "averaging_state"
-        )  # as torch's AveragedModel has it
+        # The same names as in torch's AveragedModel.
+        rest["state_dict"] = average | rest.pop("averaging_state")
         names_of = {"model": (TRAINED,), "ema": ("state_dict",)}
     for name, names in names_of.items():
         key = next((key for key in names if flat(rest.get(key))), None)
@@ -113,7 +113,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
             inner = rest.pop(key)
             weights[name] = weights_of(inner)
             keys[name] = key
-            averages |= {} if name == "model" else {name: inner}  # its part may not be a module
+            averages |= {} if name == "model" else {name: inner}  # the part may not be a module
             if isinstance(rest.get(name), dict):
                 del rest[name]
                 not_read[name] = f"the part {name} was read from {key}"
@@ -127,19 +127,21 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     assumed: list[str] = []
     if step is None and not not_a_step and (match := STEP_NAME.search(path.rpartition("/")[2])):
         step = int(match[1])
-        assumed.append(f"step {step} is read from the name of {path}, which holds none")
+        assumed.append(f"step {step} was taken from the name of {path}, which does not store it")
     counts = [files.steps_of(optimizer) for optimizer in optimizers.values()]
     optimizer_steps = max((count for count in counts if count is not None), default=None)
     if step is None and not not_a_step and optimizer_steps:
         step = optimizer_steps
-        assumed.append(f"step {step} is what the optimizer has counted: {path} holds none")
+        assumed.append(
+            f"step {step} was taken from the optimizer's count, because {path} does not store it"
+        )
     if "model" not in weights:
         tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
         tensors = {key: value for key, value in tensors.items() if key not in STEPS}
         if not tensors and not any(map(flat, rest.values())) and not weights:
             shown = ", ".join(map(str, [*table][:20])) or "nothing"
             raise LoadError(
-                f"{path}: no weights here; looked in {', '.join(NESTED)}; it has {shown}"
+                f"{path}: contains no weights under {', '.join(NESTED)}; it contains {shown}"
             )
         weights |= {"model": Listing("", (), tensors)} if tensors else {}
         rest = {key: value for key, value in rest.items() if key not in tensors}
@@ -158,8 +160,8 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     epoch, batches = _epoch(saved_epoch, loops)
     if epoch is not None and not isinstance(loops, dict):
         assumed.append(
-            f"epoch {epoch:g} is taken for {epoch:g} whole epochs; if it counts from 1, or names "
-            "the epoch that had ended, give resume(epoch=) the whole epochs"
+            f"epoch {epoch:g} is interpreted as {epoch:g} completed epochs; if that is wrong, pass "
+            "the number of completed epochs: resume(epoch=...)"
         )
     return ForeignCheckpoint(
         "Lightning" if is_lightning else "a training script",
@@ -180,7 +182,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
 
 
 def _unpacked(rest: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a checkpoint; those in lists by their number, as in `schedules.0`."""
+    """Return the tables of a checkpoint; those in lists by number, such as `schedules.0`."""
     tables: dict[str, Any] = {}
     for key, value in rest.items():
         if isinstance(value, list):
@@ -192,7 +194,7 @@ def _unpacked(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_average(table: dict[str, Any]) -> bool:
-    """Return whether Lightning's WeightAveraging has put the average in place of the weights."""
+    """Return whether Lightning's WeightAveraging has stored the average in place of the weights."""
     names = (TRAINED, "state_dict", "averaging_state")
     return all(isinstance(table.get(name), dict) for name in names)
 
@@ -202,7 +204,7 @@ def _take_parts(
 ) -> list[tuple[str, Any]]:
     """Take the parts of one kind out of the table: `optimizer`, `optimizer_1`, ...
 
-    Records the table's names for them in `keys`.
+    Records their names in the table in `keys`.
     """
     first = names[0]
     parts: list[tuple[str, Any]] = []
@@ -223,7 +225,9 @@ def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
 
 
 def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
-    """Completed steps, by the names that scripts use for the count; and an invalid value's text."""
+    """Return the completed steps, found by the usual names, and the error text for an invalid
+    value.
+    """
     wrong = ""
     tables = [rest, *(rest[key] for key in PROGRESS if isinstance(rest.get(key), dict))]
     for table in tables:
@@ -235,12 +239,12 @@ def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
                 table.pop(name)
                 return int(value), ""
             if value is not None and not isinstance(value, dict | StoredTensor):
-                wrong = wrong or f"the checkpoint's {name} is {value!r:.40}, which is no step"
+                wrong = wrong or f"the checkpoint's {name} is {value!r:.40}, which is not a step"
     return None, wrong
 
 
 def _epoch(epoch: Any, loops: Any) -> tuple[float | None, int]:
-    """Whole epochs, and batches of the next one."""
+    """Return the completed epochs, and the batches of the next one."""
     progress: Any = loops.get("fit_loop") if isinstance(loops, dict) else None
     if not isinstance(progress, dict):
         return (float(epoch), 0) if is_plain_number(epoch) and epoch >= 0 else (None, 0)

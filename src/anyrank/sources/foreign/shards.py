@@ -1,4 +1,4 @@
-"""Files of which each rank wrote its own: DTensors' shares, assembled by their placements."""
+"""Shares of DTensors in one file per rank, which are joined by their placements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StoredShard:
     """A rank's share of a tensor.
 
     Attributes:
-        local: the share, as stored.
+        local: the stored share.
         shape: shape of the whole tensor.
         layout: its layout on the ranks.
         coordinate: the rank's coordinate in the layout's mesh.
@@ -30,11 +30,11 @@ class StoredShard:
 
 
 def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
-    """Make a rank's share from the pickled description of a DTensor.
+    """Make a rank's share from the pickled spec of a DTensor.
 
     Raises:
-        UnsafeFile: the description is not torch's, or the share contradicts it.
-        LoadError: a placement that holds no value, or a mesh of unknown shape.
+        UnsafeFile: the spec was not written by torch, or contradicts the share.
+        LoadError: a placement without values, or a mesh of unknown shape.
     """
     try:
         shape = tuple(int(n) for n in spec["tensor_meta"].arguments[0])
@@ -47,18 +47,19 @@ def shard_of(local: StoredTensor, spec: Any, path: str) -> StoredShard:
         sound = sound and local.shape == local_shape(shape, layout, coordinate)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise UnsafeFile(
-            f"{path}: {local.name}: not a DTensor that torch saved ({error})"
+            f"{path}: {local.name}: is not a DTensor that torch saved ({error})"
         ) from error
     if not sound:
         raise UnsafeFile(
-            f"{path}: {local.name}: holds a share of shape {list(local.shape)}, which is not "
-            f"that of rank {list(coordinate)} of a mesh {list(mesh_shape)} of a {list(shape)}"
+            f"{path}: {local.name}: its share has shape {list(local.shape)}, which does not match "
+            f"coordinate {list(coordinate)} in a mesh of shape {list(mesh_shape)} for a tensor of "
+            f"shape {list(shape)}"
         )
     return StoredShard(local, shape, layout, coordinate)
 
 
 def _mesh(fields: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a pickled mesh, and this rank's position in it."""
+    """Return the shape of a pickled mesh, and this rank's coordinate in it."""
     coordinate = tuple(int(n) for n in fields["_coordinate_on_dim"])
     if "_layout" in fields:
         axes = fields["_layout"].fields.get("axes")
@@ -75,19 +76,19 @@ def _placement(placement: Any, path: str) -> Placement:
     if kind == "Replicate":
         return Placement("replicate")
     if kind not in ("Shard", "_StridedShard"):
-        raise LoadError(f"{path}: a tensor has the placement {kind}, which holds no value")
+        raise LoadError(f"{path}: a tensor has the placement {kind}, which does not hold values")
     fields: Any = placement.fields
     fields = fields[1] if isinstance(fields, tuple) else fields
     return Placement("shard", int(fields["dim"]), int(fields.get("split_factor", 1)))
 
 
 def whole_tensors(trees: Sequence[Any], path: str) -> dict[str, StoredTensor]:
-    """Join the tensors in the tables of all ranks, by key; shares become whole tensors.
+    """Join the tensors in the tables of all ranks by key; shares become whole tensors.
 
-    Values that are not shares are the first rank's.
+    Values that are not shares are taken from the first rank.
 
     Raises:
-        LoadError: the shares do not make up a tensor.
+        LoadError: the shares do not cover a tensor.
     """
     parts_by_key: dict[str, list[StoredTensor | StoredShard]] = {}
     for tree in trees:
@@ -108,7 +109,8 @@ def _whole(shards: Sequence[StoredShard], path: str) -> StoredTensor:
         if (shard.shape, shard.local.dtype) != (first.shape, first.local.dtype):
             raise LoadError(
                 f"{path}: {first.local.name} is {first.local.dtype}{list(first.shape)} on one rank "
-                f"and {shard.local.dtype}{list(shard.shape)} on another: files of several saves"
+                f"and {shard.local.dtype}{list(shard.shape)} on another, so the files are from "
+                "different saves"
             )
         for piece in local_pieces(shard.shape, shard.layout, shard.coordinate):
             inner = shard.local.chunks[0]
@@ -118,7 +120,7 @@ def _whole(shards: Sequence[StoredShard], path: str) -> StoredTensor:
     numel = sum(chunk.box.numel for chunk in chunks.values())
     if numel != math.prod(first.shape):
         raise LoadError(
-            f"{path}: {first.local.name}: the files of all ranks hold {numel} of its "
-            f"{math.prod(first.shape)} elements: a file is missing, or of another save"
+            f"{path}: {first.local.name}: the files of all ranks have {numel} of its "
+            f"{math.prod(first.shape)} elements. A file is missing, or is from a different save."
         )
     return StoredTensor(first.local.name, first.shape, first.local.dtype, tuple(chunks.values()))

@@ -1,1 +1,1 @@
-"""One reader per format: it lists the tensors that a file or a folder holds."""
+"""One reader per format, which lists the tensors in a file or folder."""

@@ -1,4 +1,4 @@
-"""Settings beside weights: what config.json says about their quantization, and an adapter's."""
+"""Settings next to weights: the quantization in config.json, and an adapter's configuration."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 def read_config(storage: Storage, path: str) -> dict[str, Any]:
-    """The contents of a settings file; empty if it is missing or damaged."""
+    """Read a settings file; return {} if it is missing or corrupt."""
     try:
         if storage.is_file(path):
             return config_in(read_whole(storage, path, MAX_CONFIG_BYTES))
     except (LoadError, OSError):
-        pass  # not every store says which files it lacks
+        pass  # not every store reports that a file is missing
     return {}
 
 
 def config_in(text: str | bytes) -> dict[str, Any]:
-    """The JSON object that a text holds; empty if it is none."""
+    """Return the JSON object in a text; {} if it is not an object."""
     try:
         config: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -34,7 +34,7 @@ def config_in(text: str | bytes) -> dict[str, Any]:
 
 
 def read_quantization(storage: Storage, path: str) -> dict[str, Any]:
-    """The `quantization_config` of a config.json; empty if there is none."""
+    """Read the `quantization_config` of a config.json; return {} if it is missing."""
     config = read_config(storage, path)
     configs = [
         cast("dict[str, Any]", part).get(QUANTIZATION)
@@ -45,12 +45,12 @@ def read_quantization(storage: Storage, path: str) -> dict[str, Any]:
 
 
 def with_quantization(listing: Listing, storage: Storage, path: str) -> Listing:
-    """Add how the weights of a file or folder are quantized, unless they say so themselves.
+    """Add the quantization_config of the weights of a file or folder, unless they contain it.
 
     Args:
-        listing: the weights. Plain numbers (an adapter, a projector) are not quantized.
+        listing: the weights. Weights in plain dtypes (an adapter, a projector) are not quantized.
         storage: their storage.
-        path: the config.json beside them.
+        path: the config.json next to them.
     """
     dtypes = [stored.dtype for stored in listing.tensors.values()]
     if listing.quantization or all(d.is_floating_point and d.itemsize > 1 for d in dtypes):

@@ -40,10 +40,9 @@ class DcpFolder:
 
     Attributes:
         listing: its tensors.
-        paths: key -> its path in the saved state dict; a key that is not listed is split at its
-            dots.
+        paths: key -> its path in the saved state dict; other keys are split at their dots.
         objects: key -> plain value, for the requested keys.
-        others: keys of everything else.
+        others: keys of all other values.
     """
 
     listing: Listing
@@ -68,17 +67,17 @@ class DcpFolder:
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """Every tensor of a DCP folder, with one chunk for each piece that a rank wrote.
+    """List every tensor of a DCP folder, with one chunk for each piece that a rank wrote.
 
     Raises:
-        LoadError: a data file is missing, or the chunks do not make up the tensor.
-        UnsafeFile: the metadata names unknown globals, or is not DCP's.
+        LoadError: a data file is missing, or the chunks do not cover a tensor.
+        UnsafeFile: the metadata names unknown globals, or was not written by DCP.
     """
     return read_folder(storage, folder, lambda key: False).listing
 
 
 def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) -> DcpFolder:
-    """List a folder like `list_folder`, and read the requested values that are not tensors.
+    """List a folder as `list_folder` does, and read the requested values that are not tensors.
 
     Raises:
         LoadError: as for `list_folder`.
@@ -108,8 +107,8 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
             kind = type(described[fqn]).__name__
             if kind != "BytesStorageMetadata":
                 raise UnsafeFile(
-                    f"{path}: {fqn} is a {kind} there, neither a tensor nor bytes: the file is "
-                    "damaged; copy it again"
+                    f"{path}: the entry of {fqn} is a {kind}, neither a tensor nor bytes. The file "
+                    "is corrupt; copy it again."
                 )
         objects = {fqn: reader.value(fqn, places) for fqn in others if wanted(fqn)}
     skipped = tuple(f"{fqn}: {NOT_A_TENSOR}" for fqn in others)
@@ -129,7 +128,7 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
 
 
 class _Reader:
-    """Finds each chunk's bytes, which lie in a small torch zip inside a data file."""
+    """Finds the bytes of each chunk, which are in a small torch zip inside a data file."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self.storage, self.folder = storage, folder
@@ -151,15 +150,17 @@ class _Reader:
             box = Box(tuple(piece["offsets"]), tuple(piece["sizes"]))
             span = places.get((fqn, box.offsets))
             if span is None:
-                raise LoadError(f"{self.folder}: {fqn}: no file holds its piece at {box.offsets}")
+                raise LoadError(
+                    f"{self.folder}: {fqn}: no file contains its piece at {box.offsets}"
+                )
             chunk, dtype = self._chunk(fqn, box, span)
             chunks.append(chunk)
             dtypes.add(dtype)
         numel = sum(chunk.box.numel for chunk in chunks)
         if numel != math.prod(shape) or len(dtypes) != 1:
             raise LoadError(
-                f"{self.folder}: {fqn}: its pieces hold {numel} elements of dtypes "
-                f"{sorted(map(str, dtypes))}, its shape {list(shape)} needs {math.prod(shape)}"
+                f"{self.folder}: {fqn}: its pieces have {numel} elements of dtypes "
+                f"{sorted(map(str, dtypes))}, but its shape {list(shape)} needs {math.prod(shape)}"
             )
         return StoredTensor(fqn, shape, dtypes.pop(), tuple(chunks))
 
@@ -167,7 +168,9 @@ class _Reader:
         number, record = self._record(fqn, span)
         path, start = self.files[number].path, span["offset"]
         if not isinstance(record.tree, pickles.TensorRef) or record.tree.shape != box.sizes:
-            raise UnsafeFile(f"{path}: {fqn}: byte {start} does not hold its piece {box.sizes}")
+            raise UnsafeFile(
+                f"{path}: {fqn}: its piece of sizes {box.sizes} is not at byte {start}"
+            )
         stored = record.stored(fqn, record.tree)
         self.checksums += (replace(c, file=number) for c in record.checksums)
         inner = stored.chunks[0]
@@ -177,14 +180,14 @@ class _Reader:
         """Read a value that is not a tensor."""
         span = places.get((fqn, ()))
         if span is None:
-            raise LoadError(f"{self.folder}: {fqn}: no file holds it")
+            raise LoadError(f"{self.folder}: {fqn}: no file contains it")
         tree = self._record(fqn, span)[1].tree
         if isinstance(tree, pickles.TensorRef):
-            raise UnsafeFile(f"{self.folder}: {fqn}: is a tensor, which {METADATA} does not say")
+            raise UnsafeFile(f"{self.folder}: {fqn}: is a tensor, but not according to {METADATA}")
         return tree
 
     def _record(self, fqn: str, span: dict[str, Any]) -> tuple[int, torch_file.TorchFile]:
-        """The number of a file, and the small torch file that lies in a span of it."""
+        """Return the number of a file, and the small torch file in a span of it."""
         if span.get("transform_descriptors"):
             raise LoadError(f"{self.folder}: {fqn}: compressed pieces are not supported")
         number, file = self._open(str(span["relative_path"]))
@@ -195,8 +198,8 @@ class _Reader:
         )
         if start < 0 or size < 0 or start + size > self.files[number].size:
             raise LoadError(
-                f"{path}: ends at byte {self.files[number].size}, {fqn} lies at {start} to "
-                f"{start + size}: the file is truncated; copy it again"
+                f"{path}: ends at byte {self.files[number].size}, but {fqn} is at {start} to "
+                f"{start + size}. The file is truncated; copy it again."
             )
         with torch_file.parsing(path):
             return number, torch_file.read_zip(file, self.files[number], start, size)
@@ -209,7 +212,9 @@ class _Reader:
                 self.opened[name] = (len(self.files), file)
                 self.files.append(file.info)
             except FileNotFoundError as error:
-                raise LoadError(f"{path}: is missing, but {METADATA} describes it") from error
+                raise LoadError(
+                    f"{path}: is missing, but {METADATA} lists it. Copy the folder again."
+                ) from error
             if sums_name(name) in self.names:
                 self.sums[self.opened[name][0]] = inside(self.folder, sums_name(name))
         return self.opened[name]

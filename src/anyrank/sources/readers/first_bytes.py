@@ -1,4 +1,4 @@
-"""Recognizes, by their first bytes, files that hold no readable weights: a sentence for each."""
+"""Recognizes files without readable weights by their first bytes, with a sentence for each."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from anyrank.files.storage import Storage, read_range
 from anyrank.sources.readers.torch_file import RangeIO, is_head
 
 HEAD_BYTES = 4096
-SHOWN_BYTES = 40  # shown of a file of another kind
+SHOWN_BYTES = 40  # shown of a file of an unknown kind
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file that people take for weights.
+    """A kind of file that users mistake for weights.
 
     Attributes:
-        begins: regex for the beginning of such a file.
-        sentence: what it is, and the way out.
+        begins: regex for the first bytes of such a file.
+        sentence: what the file is, and the way out.
     """
 
     begins: re.Pattern[bytes]
@@ -34,39 +34,39 @@ def _kind(begins: bytes, sentence: str) -> Kind:
 
 
 KINDS = (
-    _kind(rb"\Z", "is empty (0 bytes): it was not downloaded or copied; do it again"),
+    _kind(rb"\Z", "is empty (0 bytes); download or copy it again"),
     _kind(
         rb"version https://git-lfs",
-        "is a Git LFS pointer of a few lines, and not the file: run `git lfs pull` in its folder, "
-        "or download the file itself",
+        "is a Git LFS pointer, not the file. Run `git lfs pull` in its folder, or download the "
+        "file itself.",
     ),
     _kind(
         rb"\s*<(!doctype|html|head|\?xml|error)",
-        "is a web page (HTML or XML), a log-in or an error in place of the file: download it again "
-        "with access to it",
+        "is a web page (HTML or XML: a login or error page), not the file. Download it again "
+        "with access to it.",
     ),
-    _kind(rb"\0{64}", "is zeros at its beginning: the download was not finished; do it again"),
+    _kind(rb"\0{64}", "starts with zeros, because the download is incomplete; download it again"),
     _kind(
         rb"GGUF|lmgg|tjgg|fmgg",
-        "is a GGUF file (llama.cpp): give the safetensors or torch files that it was made from",
+        "is a GGUF file (llama.cpp); pass the safetensors or torch files from which it was made",
     ),
     _kind(
         rb'\s*\{.{0,4000}"weight_map"',
-        "is the index of a folder of shards, and not the weights: give the folder",
+        "is the index of a folder of shards, not the weights; pass the folder",
     ),
 )
-SAFETENSORS = "is a safetensors file by its first bytes: give it that ending"
-TORCH = "is a file of torch.save by its first bytes: give it the ending .pt"
+SAFETENSORS = "is a safetensors file by its first bytes; rename it to end in .safetensors"
+TORCH = "is a torch.save file by its first bytes; rename it to end in .pt"
 TORCHSCRIPT = (
-    "is a TorchScript archive (torch.jit.save): save the state_dict() of "
-    "torch.jit.load(path, map_location='cpu') with torch.save, and give that"
+    "is a TorchScript archive (torch.jit.save). Save the state_dict() of torch.jit.load(path, "
+    "map_location='cpu') with torch.save, and pass that file."
 )
-ZIP = "is a zip archive, and no file of torch.save: unpack it, and give its contents"
-MAX_HEADER_BYTES = 1 << 40  # a larger length of a header is text, or another format's beginning
+ZIP = "is a zip archive, but not a torch.save file; unpack it, and pass its contents"
+MAX_HEADER_BYTES = 1 << 40  # a larger header length is text, or the start of a different format
 
 
 def what_it_is(storage: Storage, path: str) -> str | None:
-    """Say what kind of file this is; None if its first bytes do not tell."""
+    """Return the error text for the kind of a file; None if its first bytes do not show it."""
     try:
         with closing(storage.open(path)) as file:
             size = file.info.size
@@ -83,7 +83,7 @@ def what_it_is(storage: Storage, path: str) -> str | None:
 
 
 def _in_zip(content: io.RawIOBase, path: str) -> str | None:
-    """Say what kind of archive this is, by the names in it."""
+    """Return the error text for the kind of an archive, from the names in it."""
     try:
         names = {*zipfile.ZipFile(io.BufferedReader(content)).namelist()}
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
@@ -96,8 +96,10 @@ def _in_zip(content: io.RawIOBase, path: str) -> str | None:
 
 
 def _unknown(head: bytes) -> str | None:
-    """Show how a file begins that is of no known format; a damaged one has its reader's error."""
+    """Return the error text for a file of an unknown format; None if a reader reports the error."""
     is_header = int.from_bytes(head[:8], "little") < MAX_HEADER_BYTES
     if is_head(head) or is_header or head[8:9] == b"{":
         return None
-    return f"is of no format that is read, and begins with {head[:SHOWN_BYTES]!r}: give the weights"
+    return (
+        f"has an unknown format (it starts with {head[:SHOWN_BYTES]!r}); pass a file with weights"
+    )

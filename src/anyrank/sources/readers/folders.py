@@ -1,7 +1,7 @@
 """Recognizes the format of a folder by the names of its entries.
 
-A new format of folders is a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
-`sources/source.py`; another tool's run has one in FOLDERS here, and one in RUNS of
+A new format of folders needs a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
+`sources/source.py`; another tool's run needs a row of FOLDERS here, and one of RUNS in
 `sources/foreign/read.py`.
 """
 
@@ -15,9 +15,9 @@ from anyrank.sources.endings import ENDINGS
 from anyrank.sources.run_step import ASIDE, METADATA
 
 # Writer of folders -> rows of patterns. A folder is of a kind if, for one of its rows, every
-# pattern fits some entry; kinds are tried in this order, and the empty row of WEIGHTS fits every
-# folder. `sources/readers` lists the weights of LISTED_BY_READERS; `sources/foreign/read.py` reads
-# the others, which are the runs of other tools.
+# pattern matches an entry. Kinds are tried in this order, and the empty row of WEIGHTS matches
+# every folder. `sources/readers` lists the weights of LISTED_BY_READERS; `sources/foreign/read.py`
+# reads the others, which are runs of other tools.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
 LISTED_BY_READERS = (RUN, DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -38,12 +38,12 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def is_run_of_tool(name: str) -> bool:
-    """Return whether a name in FOLDERS stands for the runs of another tool."""
+    """Return whether a name in FOLDERS denotes runs of another tool."""
     return name not in LISTED_BY_READERS
 
 
 def looks_like(name: str, names: Sequence[str]) -> bool:
-    """Return whether a folder with these entries has the format of this name in FOLDERS."""
+    """Return whether a folder with these entries has the format with this name in FOLDERS."""
     return any(
         all(any(re.fullmatch(pattern, entry) for entry in names) for pattern in row)
         for row in FOLDERS[name]
@@ -51,17 +51,17 @@ def looks_like(name: str, names: Sequence[str]) -> bool:
 
 
 def format_of_folder(names: Sequence[str]) -> str:
-    """The name in FOLDERS of the writer of a folder with these entries."""
+    """Return the name in FOLDERS of the format of a folder with these entries."""
     return next(name for name in FOLDERS if looks_like(name, names))
 
 
 def is_of_tool(names: Sequence[str]) -> bool:
-    """Return whether a folder with these entries is another tool's checkpoint, to continue from."""
+    """Return whether a folder with these entries is a checkpoint of another tool's run."""
     return format_of_folder(names) not in (RUN, WEIGHTS)
 
 
 def checkpoint_among(names: Sequence[str]) -> str | None:
-    """The checkpoint in a folder with these entries, judged by names alone; None if none."""
+    """Return the kind of checkpoint in a folder with these entries, by names only, or None."""
     if METADATA in names or any(name.endswith(".distcp") for name in names):
         return "a torch.distributed.checkpoint folder"
     return next((name for name in sorted(names) if name.lower().endswith(ENDINGS)), None)

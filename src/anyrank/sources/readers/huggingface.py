@@ -19,18 +19,18 @@ from anyrank.wording import count
 ADAPTERS = ("adapter_model", "adapter")
 MODELS = ("model", "diffusion_pytorch_model", "pytorch_model")
 STEMS = (*MODELS, *ADAPTERS)
-SUBFOLDERS, SHOWN = 50, 3  # the number that are searched, and named
+SUBFOLDERS, SHOWN = 50, 3  # how many are searched, and how many are named
 # The ending may name a variant, such as `.fp16.safetensors`.
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<ending>(\.\w+)?\.[a-z]+)$")
 MAX_INDEX_BYTES = 1 << 30
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of a folder, chosen by rule: an index with its shards first, then a single file.
+    """List the weights of a folder: an index with its shards if it has one, else a single file.
 
     Raises:
-        LoadError: no weights, an index whose shards or keys are missing, or a choice that the rules
-            do not settle.
+        LoadError: the folder has no weights, shards or keys of the index are missing, or the choice
+            is ambiguous.
     """
     names = [name for name in storage.names(folder) if not name.startswith(".")]
     listing = _chosen(storage, folder, names)
@@ -43,7 +43,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
 
 
 def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
-    # Mistral's own releases have a whole model in this file, often beside the same one as shards.
+    # Mistral's releases have a whole model in this file, often next to the same model in shards.
     whole = next((name for name in names if name == "consolidated.safetensors"), None)
     choices = (_choose(storage, folder, names, ending) for ending in FILES)
     chosen = next(filter(None, choices), whole)
@@ -65,17 +65,17 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
     if parts:
         raise LoadError(f"{folder}: {parts[0]} is {OF_META}")
     below = _weights_below(storage, folder)
-    hint = f"; weights are in {', '.join(below)}: give that folder" if below else ""
-    raise LoadError(f"{folder}: no weights here{hint}; the folder holds {shown}")
+    hint = f"; weights are in {', '.join(below)}; pass that folder" if below else ""
+    raise LoadError(f"{folder}: contains no weights{hint}. The folder contains {shown}.")
 
 
 def _check_one_kind(folder: str, names: list[str]) -> None:
-    """Refuse a folder that holds a model and an adapter.
+    """Check that a folder does not hold both a model and an adapter.
 
-    transformers would read both, and without its adapter the model is another one than was trained.
+    transformers would read both, and without its adapter the model differs from the trained one.
 
     Raises:
-        LoadError: names a file of each.
+        LoadError: it holds both; the error names a file of each.
     """
     stems = {
         name.partition(".")[0].split("-")[0]: name for name in names if name.endswith(tuple(FILES))
@@ -84,13 +84,13 @@ def _check_one_kind(folder: str, names: list[str]) -> None:
     adapters = [stems[stem] for stem in ADAPTERS if stem in stems]
     if models and adapters:
         raise LoadError(
-            f"{folder}: holds a model ({models[0]}) and an adapter ({adapters[0]}): give the files "
-            "of the one that is meant, or of both in a list for a model under PEFT"
+            f"{folder}: contains both a model ({models[0]}) and an adapter ({adapters[0]}). Pass "
+            "the files of one of them, or, for a model under PEFT, a list with the files of both."
         )
 
 
 def _weights_below(storage: Storage, folder: str, depth: int = 2) -> list[str]:
-    """The folders below this one that hold files of weights, by names alone; a few of them."""
+    """Return a few of the folders below this one that hold files of weights, by names only."""
     holders: list[str] = []
     inner = [n for n, is_folder in storage.entries(folder).items() if is_folder and n[0] != "."]
     for name in sorted(inner)[:SUBFOLDERS]:
@@ -109,10 +109,10 @@ def _name(listings: list[Listing]) -> str:
 
 
 def _choose(storage: Storage, folder: str, names: list[str], ending: str) -> str | None:
-    """The set of weights with this ending: its index, its first shard or its only file.
+    """Return the index, the first shard or the only file of the set of weights with this ending.
 
     Raises:
-        LoadError: the names do not settle which.
+        LoadError: there are several sets.
     """
     sets = _sets_of(names, ending)
     indexes = [entry for entry in sets if entry.first.endswith(".json")]
@@ -123,16 +123,16 @@ def _choose(storage: Storage, folder: str, names: list[str], ending: str) -> str
     if len(sets) > 1 and not _is_index_of(storage, folder, sets):
         shown = ", ".join(entry.label for entry in sets)
         raise LoadError(
-            f"{folder}: holds several sets of weights ({shown}): give a file, or a list of files"
+            f"{folder}: contains several sets of weights ({shown}); pass a file, or a list of files"
         )
     return sets[0].first if sets else None
 
 
 class _Set(NamedTuple):
-    """A set of files that are one model's weights.
+    """A set of files with the weights of one model.
 
     Attributes:
-        stem: the beginning of their names.
+        stem: the start of the files' names.
         first: the index, the first shard, or the only file.
         label: its name in messages.
     """
@@ -143,7 +143,7 @@ class _Set(NamedTuple):
 
 
 def _sets_of(names: list[str], ending: str) -> list[_Set]:
-    """The sets of weights with this ending, by their names; an index decides over its shards."""
+    """Return the sets of weights with this ending, by name; an index takes precedence."""
     tail = f"{ending}.index.json"
     sets = {
         name: _Set(name.removesuffix(tail), name, name) for name in names if name.endswith(tail)
@@ -162,7 +162,7 @@ def _sets_of(names: list[str], ending: str) -> list[_Set]:
 
 
 def _is_index_of(storage: Storage, folder: str, sets: list[_Set]) -> bool:
-    """Return whether the first set is an index, and the others are files that it names."""
+    """Return whether the first set is an index, and the other sets are files that it names."""
     index, *others = (entry.first for entry in sets)
     if not index.endswith(".json"):
         return False
@@ -174,7 +174,7 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
     if match is None:
         return [name]
     count, width = int(match["count"]), len(match["number"])
-    # Most writers count from 1, and some from 0.
+    # Most writers count from 1, some from 0.
     first = (
         0 if f"{match['stem']}-{0:0{width}d}-of-{match['count']}{match['ending']}" in names else 1
     )
@@ -185,8 +185,8 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
     missing = [shard for shard in shards if shard not in names]
     if missing:
         raise LoadError(
-            f"{folder}: {len(missing)} of {count} shards are missing: {missing[0]}: copy or "
-            "download the folder again"
+            f"{folder}: {len(missing)} of {count} shards are missing, such as {missing[0]}. Copy "
+            "or download the folder again."
         )
     return shards
 
@@ -197,7 +197,7 @@ def _indexed(
     path = join_path(folder, index)
     weight_map = _weight_map(storage, path)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:  # before any is opened, because the first of them may be damaged
+    for shard in shards:  # before any is opened, because the first one may be corrupt
         if "/" not in shard and shard not in names:
             raise _missing(path, shard, weight_map)
     listings: list[Listing] = []
@@ -209,7 +209,7 @@ def _indexed(
         tensors = {k: t for k, t in listing.tensors.items() if weight_map.get(k, shard) == shard}
         lost = [k for k, name in weight_map.items() if name == shard and k not in tensors]
         if lost:
-            raise LoadError(f"{path}: says that {shard} holds {lost[0]}, which is not in it")
+            raise LoadError(f"{path}: lists {lost[0]} in {shard}, which does not contain it")
         listings.append(listing.with_tensors(tensors))
     skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
     return join(_name(listings), listings, skipped)
@@ -218,8 +218,8 @@ def _indexed(
 def _missing(path: str, shard: str, weight_map: dict[str, str]) -> LoadError:
     keys = [key for key, name in weight_map.items() if name == shard]
     return LoadError(
-        f"{path}: names {shard}, which is missing; it holds "
-        f"{count(len(keys), 'tensor')} ({keys[0]}, ...): the download is incomplete"
+        f"{path}: names {shard} with {count(len(keys), 'tensor')} ({keys[0]}, ...), but the file "
+        "is missing. The download is incomplete; download the folder again."
     )
 
 
@@ -229,7 +229,7 @@ def _weight_map(storage: Storage, path: str) -> dict[str, str]:
         weight_map = index["weight_map"]
         whole = all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadError(f"{path}: not an index with a weight_map ({error})") from error
+        raise LoadError(f"{path}: is not an index with a weight_map ({error})") from error
     if not whole or not weight_map:
         raise LoadError(f"{path}: its weight_map is empty, or does not map keys to file names")
     return weight_map

@@ -12,7 +12,7 @@ from anyrank.tensors.spec import StoredTensor
 
 
 def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:
-    """One listing of several files.
+    """Join the listings of several files into one.
 
     Raises:
         LoadError: two of them hold the same key.
@@ -36,8 +36,8 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
             if key in tensors:
                 first = files[tensors[key].chunks[0].file].path if tensors[key].chunks else "?"
                 raise LoadError(
-                    f"{key} is in {first} and again in {listing.files[0].path}: "
-                    "give only the files that belong together"
+                    f"{key} is both in {first} and in {listing.files[0].path}. Pass only files "
+                    "that belong together."
                 )
             tensors[key] = stored.with_file_offset(base)
         beside |= {key: t.with_file_offset(base) for key, t in listing.beside.items()}

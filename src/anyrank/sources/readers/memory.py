@@ -1,4 +1,4 @@
-"""A dict of tensors in memory as a source."""
+"""A dict of tensors in memory, as a source."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _tensors_in(value: Any) -> int:
 
 
 def list_memory(tensors: Mapping[str, Any]) -> Listing:
-    """List a dict of tensors in memory: each tensor is a "file" whose bytes are its storage.
+    """List a dict of tensors in memory; each tensor is a "file" whose bytes are its storage.
 
     Raises:
         LoadError: a value is not a plain dense tensor.
-        ValueError: there are no tensors, or they are in an inner dict.
+        ValueError: the dict has no tensors, or they are in an inner dict.
     """
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
@@ -41,12 +41,11 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         if inner is None:
             keys = ", ".join(map(str, list(tensors)[:20]))
             raise WrongValue(
-                f"the dict {f'holds no tensors, only {keys}' if keys else 'is empty'}: give the "
-                "dict of weights"
+                f"the dict {f'has no tensors, only {keys}' if keys else 'is empty'}; pass the dict "
+                "of tensors"
             )
         raise WrongValue(
-            "the dict holds the weights in an inner dict: give the inner one, for instance "
-            f"source[{inner!r}]"
+            f"the tensors are in an inner dict; pass that, for example source[{inner!r}]"
         )
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
@@ -59,16 +58,18 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             continue
         if hasattr(value, "placements"):
             raise LoadError(
-                f"{key}: is a DTensor, of which this process has a part: a dict of DTensors goes "
-                "into a model by anyrank.load or anyrank.sync"
+                f"{key}: is a DTensor, of which this process has only its local part. Use "
+                "anyrank.load or anyrank.sync for a dict of DTensors."
             )
         if value.is_meta:
-            raise LoadError(f"{key}: is on meta, and has no values: load or materialize it first")
+            raise LoadError(f"{key}: is on meta, so it has no values; load or materialize it first")
         if what := without_bytes(value):
-            raise LoadError(f"{key}: is a {what[0]}, whose bytes are not the tensor's: {what[1]}")
+            raise LoadError(f"{key}: is a {what[0]}, whose bytes are not its values; {what[1]}")
         value = values_of(value)
         if is_released(value):
-            raise LoadError(f"{key}: its memory was released (untyped_storage().resize_)")
+            raise LoadError(
+                f"{key}: its storage was freed with untyped_storage().resize_(0); restore it first"
+            )
         shape = tuple(value.shape)
         memory = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
         if memory in first and value.numel():  # tied
@@ -89,14 +90,15 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
 
 
 def what_is_unread(key: str, value: Any) -> str | None:
-    """Describe a value that may be weights, which would otherwise be overlooked."""
+    """Return the kind of a value that may be weights, which would otherwise be overlooked."""
     if hasattr(value, "__array__"):
-        return "an array and no tensor (torch.as_tensor makes one)"
+        return "an array, not a tensor (convert it with torch.as_tensor)"
     is_optimizer = is_other_part(key) or (isinstance(value, Mapping) and "param_groups" in value)
     if is_optimizer or not _holds_tensors(value):
         return None
     return (
-        f"a {type(value).__name__} with tensors in it (give each of them, as {key + '.weight'!r})"
+        f"a {type(value).__name__} with tensors in it (pass each of them, for example as "
+        f"{key + '.weight'!r})"
     )
 
 
@@ -109,7 +111,7 @@ def _holds_tensors(value: Any, depth: int = 16) -> bool:
 
 
 def extra_of(value: Any) -> tuple[Any] | None:
-    """A module's extra state in the form of `Listing.extras`."""
+    """Return a module's extra state in the form of `Listing.extras`."""
     return (value,) if _is_plain(value) else None
 
 

@@ -1,4 +1,4 @@
-"""The tables in a file of `torch.save`: the weights, and everything else."""
+"""The tables in a torch.save file: the weights, and everything else."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from anyrank.sources.readers.pickles import (
 from anyrank.wording import first_few
 
 NOT_WEIGHTS = "not among the weights"
-ARRAY = "an array of NumPy, not a tensor: save torch.from_numpy() of it"
+ARRAY = "a NumPy array, not a tensor: save torch.from_numpy() of it"
 PLAIN = {int, float, bool, str, bytes, type(None)}  # types of values that hold no tensors
-MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # nested dicts and lists, each counted at every place
+MAX_DEPTH, MAX_TABLES = 64, 10_000_000  # nested dicts and lists, counted at every position
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class FoundTable:
     """The weights in a checkpoint.
 
     Attributes:
-        tensors: the tensors by their keys, with dots for those of inner tables and lists.
-        others: everything else, with the reason why it is not among the weights.
-        unread: keys of the weights whose values are not read -> what they are, and the way out;
+        tensors: the tensors by key, with dots for those in inner tables and lists.
+        others: all other keys, each with the reason why it is not among the weights.
+        unread: keys among the weights whose values are not read -> their kind, and the way out;
             `others` has them too.
         extras: extra state of modules among the weights that is not a tensor.
         name: name of the table; "" if it is the checkpoint itself.
-        tables: names of tables that may hold weights, and of tables in them, with dots.
+        tables: names of tables that may hold weights, and of tables inside them, with dots.
     """
 
     tensors: dict[str, TensorRef]
@@ -51,21 +51,21 @@ class FoundTable:
     def within(
         self, tables: Mapping[str, Any], others: Iterable[str], name: str = ""
     ) -> FoundTable:
-        """Return the table with its place in a checkpoint: the tables and the notes around it."""
+        """Return the table with its position in a checkpoint: the tables and notes around it."""
         notes = [*others, *self.others]
         return replace(self, others=notes, name=name, tables=_prefixes(tables))
 
 
 def find_table(tree: Any, path: str) -> FoundTable:
-    """Find the table of weights in a checkpoint, and everything else that it holds.
+    """Find the table of weights in a checkpoint, and everything else in it.
 
-    It is the tree itself if that holds tensors, else its first entry named in NESTED. If both do,
-    it is the one with more tensors: a generator's state may lie alongside the weights. Tables of
-    other names are left to the caller.
+    It is the tree itself if that has tensors, else its first entry named in NESTED. If both have
+    tensors, it is the one with more, because a generator's state may be next to the weights. Tables
+    with other names are left to the caller.
 
     Raises:
-        LoadError: there is no table at all.
-        UnsafeFile: its values hold one another without end.
+        LoadError: the file has no table.
+        UnsafeFile: its values are nested without end.
     """
     if isinstance(tree, TensorRef):
         return FoundTable({"": tree})
@@ -74,7 +74,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
     if isinstance(tree, list | tuple):
         tree = _numbered(tree)
     if not isinstance(tree, dict):
-        raise LoadError(f"{path}: holds {_what_is(tree)}")
+        raise LoadError(f"{path}: contains {_what_is(tree)}")
     entries = cast("dict[Any, Any]", tree)
     own_entries = {key: value for key, value in entries.items() if not _is_table(key, value)}
     content = _contents(own_entries, path)
@@ -97,32 +97,31 @@ def find_table(tree: Any, path: str) -> FoundTable:
     leaves = [*_leaves(entries)]
     for key, value in leaves:
         if not _is_array(value) and (what := _what_is_unread(value)):
-            raise LoadError(f"{path}: no dense tensors; {key}: is {what}")
+            raise LoadError(f"{path}: has no dense tensors; {key} is {what}")
     if arrays := [key for key, value in leaves if _is_array(value)]:
         raise LoadError(
-            f"{path}: holds arrays of NumPy ({', '.join(first_few(arrays, 3))}) and no tensors: "
-            "save a dict of torch.from_numpy(...)"
+            f"{path}: contains NumPy arrays ({', '.join(first_few(arrays, 3))}) but no tensors. "
+            "Save a dict of torch.from_numpy(...)."
         )
     objects = [key for key, value in entries.items() if isinstance(value, Inert)]
     if objects:
         key = objects[0]
         raise LoadError(
-            f"{path}: no dict of weights; {key} is a {type(entries[key]).__name__}: "
+            f"{path}: has no dict of tensors; {key} is a {type(entries[key]).__name__}. "
             f"{SAVE_STATE.format(f'[{key!r}]')}"
         )
     keys = ", ".join(str(key) for key in list(entries)[:20])
     raise LoadError(
-        f"{path}: no dict of weights; looked in {', '.join(NESTED)}; found {keys}: "
-        "give the inner dict, as torch.load(path, weights_only=True)[key]"
+        f"{path}: has no dict of tensors under {', '.join(NESTED)}; it contains {keys}. Pass the "
+        "inner dict, for example torch.load(path, weights_only=True)[key]."
     )
 
 
 def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
-    """Everything in a table of weights, and in the tables and lists in it.
+    """Return everything in a table of weights, and in the tables and lists in it.
 
     Raises:
-        LoadError: it has one rank's shares: the tensors beside them are only the rest; or two
-            tensors have one key.
+        LoadError: it contains one rank's shards of DTensors, or two tensors have the same key.
     """
     content = FoundTable({})
     shares: list[str] = []
@@ -131,8 +130,8 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
         if isinstance(value, TensorRef):
             if key in content.tensors:
                 raise LoadError(
-                    f"{path}: {key}: is the key of one tensor, and of another one in inner tables: "
-                    "rename one, and save the file again"
+                    f"{path}: two tensors have the key {key}, one of them in inner tables. Rename "
+                    "one, and save the file again."
                 )
             content.tensors[key] = value
         elif is_extra(key):
@@ -144,19 +143,19 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
             content.unread.update({key: what} if what else {})
     if shares:
         raise LoadError(
-            f"{path}: holds DTensors ({', '.join(first_few(shares, 3))}), of which one rank's file "
-            "has that rank's part alone, as torch.save of a sharded model's state_dict() leaves "
-            "them: on as many ranks as saved them give each rank its own, anyrank.load(model, "
-            "torch.load(its file, weights_only=False)[...]); or save with "
-            "torch.distributed.checkpoint or anyrank.Checkpoints, which any number of ranks reads"
+            f"{path}: contains one rank's local shards of DTensors "
+            f"({', '.join(first_few(shares, 3))}), because a sharded state_dict() was saved with "
+            "torch.save. On the same number of ranks, load each rank's own file with "
+            "anyrank.load(model, torch.load(file, weights_only=False)[...]). For other numbers of "
+            "ranks, save with torch.distributed.checkpoint or anyrank.Checkpoints."
         )
     return content
 
 
 def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a table by their keys, with dots for those of tables and lists in it.
+    """Yield the values of a table by key, with dots for those in inner tables and lists.
 
-    A table or list without anything that may be weights is one value, and so is extra state.
+    A table or list without possible weights is one value, and so is extra state.
     """
     for name, value in table.items():
         key = f"{prefix}{name}"
@@ -167,10 +166,10 @@ def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _is_table(key: Any, value: Any) -> bool:
-    """Return whether an entry is a table or list with something that may be weights.
+    """Return whether an entry is a table or list that contains possible weights.
 
-    It ends at the first such value; the positions of a sampler, a million of them, are looked over
-    without a key for each.
+    It stops at the first such value, and builds no keys: a sampler's positions may be a million
+    numbers.
     """
     if is_extra(key) or not _is_container(value):
         return False
@@ -183,7 +182,7 @@ def _is_table(key: Any, value: Any) -> bool:
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The entries of a table, or of a list by their numbers."""
+    """Return the entries of a table, or of a list by position."""
     return value.items() if isinstance(value, dict) else enumerate(value)
 
 
@@ -198,7 +197,9 @@ def _is_container(value: Any) -> bool:
 
 
 def _check_nesting(tree: Any, path: str) -> None:
-    """Refuse values that contain themselves, or nest so often that a walk would not end."""
+    """Raise UnsafeFile for values that contain themselves, or nest so much that a walk would not
+    end.
+    """
     waiting: list[tuple[Any, int]] = [(tree, 0)]
     met = 0
     while waiting:
@@ -206,17 +207,17 @@ def _check_nesting(tree: Any, path: str) -> None:
         met += 1
         if depth > MAX_DEPTH or met > MAX_TABLES:
             raise UnsafeFile(
-                f"{path}: its dicts and lists hold one another over {MAX_DEPTH} deep, or over "
-                f"{MAX_TABLES:,} times: save the dict of weights alone"
+                f"{path}: its dicts and lists are nested more than {MAX_DEPTH} levels deep, or "
+                f"more than {MAX_TABLES:,} times. Save only the dict of tensors."
             )
         inner = value.values() if isinstance(value, dict) else value
         waiting += [(part, depth + 1) for part in inner if isinstance(part, dict | list | tuple)]
 
 
 def _numbered(value: Any) -> Any:
-    """Turn a list that contains tables of tensors, anywhere in a value, into a table by number.
+    """Turn lists that contain tables of tensors, anywhere in a value, into tables by number.
 
-    So `rename=` can choose one of several models, as it does in a dict: {"models.1": ""}.
+    So `rename=` can choose one of several models, as in a dict: {"models.1": ""}.
     """
     if type(value) in (dict, OrderedDict):
         table = cast("dict[Any, Any]", value)
@@ -230,17 +231,17 @@ def _numbered(value: Any) -> Any:
 
 
 def _what_is(tree: Any) -> str:
-    """Describe a file that does not hold a dict, and the way out."""
-    what = f"a {type(tree).__name__}, not a dict of weights"
+    """Return the error text for a file that does not contain a dict."""
+    what = f"a {type(tree).__name__}, not a dict of tensors"
     if isinstance(tree, list | tuple):
-        return f"{what}: save the dict of weights with torch.save, and give that"
+        return f"{what}; save the dict of tensors with torch.save, and pass that file"
     if tree is None or isinstance(tree, str | int | float | bytes):
-        return f"{what}, and no tensors: give the file that has the weights"
-    return f"{what}: {SAVE_STATE.format('')}"
+        return f"{what}, and no tensors; pass the file with the weights"
+    return f"{what}. {SAVE_STATE.format('')}"
 
 
 def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
-    """The entries of a checkpoint that are tables of tensors, by name, without optimizers."""
+    """Return the entries of a checkpoint that are tables of tensors, without optimizers."""
     return {
         key: cast("dict[Any, Any]", value)
         for key, value in entries.items()
@@ -251,7 +252,7 @@ def _tables_of(entries: dict[Any, Any]) -> dict[str, dict[Any, Any]]:
 
 
 def _prefixes(tables: Mapping[Any, Any]) -> frozenset[str]:
-    """The names of tables, and of tables in them."""
+    """Return the names of tables, and of tables in them."""
     names: set[str] = set()
     for key, value in tables.items():
         if isinstance(value, dict):
@@ -261,9 +262,9 @@ def _prefixes(tables: Mapping[Any, Any]) -> frozenset[str]:
 
 
 def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorRef | str]]:
-    """The tensors of a checkpoint outside the table of weights, by whole keys.
+    """Yield the tensors of a checkpoint outside the table of weights, by whole keys.
 
-    Includes tensors of optimizers and in lists. For one that is not read: what it is.
+    Includes tensors of optimizers and in lists. A tensor that is not read has its kind instead.
     """
     entries = cast("dict[Any, Any]", tree) if isinstance(tree, dict) else {}
     for key, value in entries.items():
@@ -278,7 +279,7 @@ def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorR
         leaves = [*_leaves({key: value})]
         among = {n.rpartition(".")[0] for n, inner in leaves if isinstance(inner, TensorRef)}
         for name, inner in leaves:
-            # Other arrays are not weights: states of random generators.
+            # Other arrays, such as states of random generators, are not weights.
             is_foreign = _is_array(inner) and name.rpartition(".")[0] not in among
             what = None if is_foreign else _what_is_unread(inner)
             if isinstance(inner, TensorRef):
@@ -289,13 +290,13 @@ def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorR
 
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and _has_tensors(value):
-        return f"{key}: weights too, and those of {chosen or 'the root'} were read"
+        return f"{key}: also weights, but those of {chosen or 'the root'} were read"
     return f"{key}: {_what_is_unread(value) or NOT_WEIGHTS}"
 
 
 def _has_tensors(value: Any) -> bool:
-    """Return whether tables in tables hold tensors; lists of tensors are an optimizer's, or the
-    like.
+    """Return whether nested tables have tensors; lists of tensors belong to optimizers and similar
+    parts.
     """
     if isinstance(value, dict):
         return any(map(_has_tensors, cast("dict[Any, Any]", value).values()))
@@ -303,13 +304,15 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _what_is_unread(value: object) -> str | None:
-    """Describe a value that may be weights and is not read, and the way out; None for others."""
+    """Return the kind of a possible weight that is not read, and the way out; None for other
+    values.
+    """
     if isinstance(value, Bytesless):
         return f"a {value.kind}"
     if _is_array(value):
         return ARRAY
     if isinstance(value, Record) and _holds_tensors(value):
-        return f"a {type(value).__name__}, an object with tensors in it: " + SAVE_STATE.format(
+        return f"a {type(value).__name__}, an object with tensors in it. " + SAVE_STATE.format(
             "[its key]"
         )
     return None
@@ -320,7 +323,7 @@ def _is_array(value: object) -> bool:
 
 
 def _holds_tensors(value: Any, depth: int = 6) -> bool:
-    """Return whether a pickled object was constructed with tensors, or has some in its fields."""
+    """Return whether the arguments or fields of a pickled object contain tensors."""
     if isinstance(value, TensorRef | Bytesless):
         return True
     parts: Any = (*value.arguments, value.fields) if isinstance(value, Record) else value

@@ -1,7 +1,7 @@
-"""Reads the pickles inside torch files without running anything that they name.
+"""Reads the pickles in torch files without running any code that they name.
 
 Globals are looked up in a fixed table and never imported. Tensors become `TensorRef`s, which locate
-their bytes; well-known plain classes become empty `Inert` objects; everything else is refused.
+their bytes; well-known plain classes become empty `Inert` objects; any other name is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anyrank.wording import first_few
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage that the pickle mentions: its key in the file, and its elements of `dtype`."""
+    """A storage in the pickle: its key in the file, its dtype and its number of elements."""
 
     key: str
     dtype: torch.dtype
@@ -35,10 +35,10 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as a strided view of a storage; offset and strides in elements.
+    """A tensor as a strided view of a storage; offset and strides are in elements.
 
     Attributes:
-        views: "conj" and "neg", if the bytes give the values only after these.
+        views: "conj" and "neg", if these must be applied to the bytes to get the values.
     """
 
     storage: StorageRef
@@ -50,7 +50,7 @@ class TensorRef:
 
 
 class Inert:
-    """Stands for an object that is not needed; accepts and drops what the pickle gives it."""
+    """Stands for an object that is not needed; accepts and drops its state in the pickle."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -71,10 +71,10 @@ class Inert:
 
 
 class Record(Inert):
-    """Stands for an object whose arguments and fields are needed data.
+    """Stands for an object whose arguments and fields are needed.
 
     Attributes:
-        arguments: the constructor's arguments.
+        arguments: arguments of the constructor.
         fields: the fields in its pickle.
     """
 
@@ -95,20 +95,20 @@ class Record(Inert):
 
 @dataclass(frozen=True, slots=True)
 class Bytesless:
-    """A tensor that is not a strided view of bytes; `kind` names it, and the way out."""
+    """A tensor that is not a strided view of bytes; `kind` says what it is, and the way out."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class DTensorRef:
-    """A rank's share of a DTensor: its local tensor, and the pickled description of the whole."""
+    """A rank's share of a DTensor: its local tensor, and the pickled spec of the DTensor."""
 
     local: TensorRef
     spec: Record
 
 
-# Plain data that training scripts store along with weights. Never constructed, so never harmful.
+# Plain data that training scripts store with weights. It is never constructed, so it is harmless.
 INERT_MODULES = (
     "argparse.",
     "pathlib.",
@@ -153,7 +153,7 @@ INERT_MODULES = (
 )
 
 
-# Descriptions of a DTensor or a ShardedTensor: kept as data, never constructed.
+# Specs of a DTensor or a ShardedTensor, which are kept as data and never constructed.
 RECORD_MODULES = (
     "torch.distributed.tensor.",
     "torch.distributed._tensor.",
@@ -176,7 +176,7 @@ def _rebuild_parameter(data: Any, *rest: Any) -> Any:
 
 
 def _rebuild_wrapper(*args: Any) -> Any:
-    """The dtype, shape and strides of a tensor subclass that has no memory of its own."""
+    """Return the dtype, shape and strides of a tensor subclass without its own memory."""
     return tuple(args[1:4])
 
 
@@ -199,7 +199,7 @@ def _rebuild_from_type(function: Callable[..., Any], kind: Any, args: Any, state
 
 
 def _inner_class(owner: Any, name: object) -> type[Inert]:
-    """A class inside another one, or a member of an enum; nothing is looked up."""
+    """Return a stand-in for an inner class or a member of an enum; nothing is looked up."""
     return type(str(name), (Inert,), {})
 
 
@@ -208,7 +208,7 @@ def _bytesless(kind: str) -> Callable[..., Bytesless]:
 
 
 def _encoded(text: Any = "", encoding: str = "latin1", *rest: Any) -> Any:
-    """Bytes, which older pickles spell as text."""
+    """Return bytes, which older pickles encode as text."""
     if isinstance(text, str) and encoding in ("latin1", "latin-1"):
         return text.encode("latin1")
     return text if isinstance(text, bytes) else Inert()
@@ -247,17 +247,17 @@ TABLE: dict[str, Any] = {
 }
 
 
-# Protocol 2, which torch.save writes, spells these types by their names in Python 2.
+# Protocol 2, which torch.save writes, uses the Python 2 names of these types.
 PYTHON_2 = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}
 OF_PICKLE = "torch.storage._load_from_bytes"  # pickles a storage without torch.save
 SAVE_STATE = (
-    "where its code is installed, and if you trust the file, save "
-    "torch.load(path, weights_only=False){}.state_dict() with torch.save, and give that"
+    "If you trust the file, save torch.load(path, weights_only=False){}.state_dict() with "
+    "torch.save where its code is installed, and pass the new file."
 )
 
 
 class UnknownName(UnsafeFile):
-    """A pickle names an unknown global.
+    """Raised if a pickle names an unknown global.
 
     Attributes:
         name: the first unknown name.
@@ -271,20 +271,20 @@ class UnknownName(UnsafeFile):
 def refusal(
     names: Sequence[str], path: str, *, is_module: bool = False, table: object = None
 ) -> str:
-    """Explain why a pickle with unknown globals is not read.
+    """Return the error text for a pickle with unknown globals.
 
     Args:
         names: the names of the globals.
         path: path of the file.
         is_module: whether it is the pickle of a whole module, whose class is the first name.
-        table: the key of a table of tensors in it, if there is one.
+        table: the key of a table of tensors in it, or None.
     """
     shown = ", ".join(first_few(list(names), 10))
     if is_module:
         return (
-            f"{path}: holds a module of class {names[0]}, and not a dict of its tensors; its "
-            f"pickle names {shown}, which could run code; nothing was run: "
-            f"{SAVE_STATE.format('')} (or [key].state_dict() of the module in a dict)"
+            f"{path}: contains a module of class {names[0]}, not a dict of its tensors. Its pickle "
+            f"names {shown}, which could run code; nothing was run. {SAVE_STATE.format('')} (If "
+            "the module is in a dict, save [key].state_dict().)"
         )
     where = "" if table is None else f", torch.load(path, weights_only=False)[{table!r}],"
     return (
@@ -295,12 +295,12 @@ def refusal(
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickles a tree of containers, numbers, texts and tensor references.
+    """Unpickles a tree of containers, numbers, strings and tensor references.
 
     Args:
         file: binary stream at the start of the pickle.
         path: name for error messages.
-        extra: further globals for formats that need them, by full name.
+        extra: additional globals for formats that need them, by full name.
     """
 
     def __init__(self, file: Any, path: str, extra: Mapping[str, Any] | None = None) -> None:
@@ -309,7 +309,7 @@ class TensorUnpickler(pickle.Unpickler):
         self.table = {**TABLE, **(extra or {})}
 
     def tree(self) -> Any:
-        """The object at the stream's position.
+        """Read the object at the stream's position.
 
         Raises:
             UnsafeFile: the pickle names an unknown global, or is not a pickle.
@@ -320,7 +320,7 @@ class TensorUnpickler(pickle.Unpickler):
             raise
         except Exception as error:  # a hostile pickle can make the pickle machine raise anything
             raise UnsafeFile(
-                f"{self.path}: not a readable pickle ({type(error).__name__}: {error})"
+                f"{self.path}: its pickle cannot be read ({type(error).__name__}: {error})"
             ) from error
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -329,8 +329,8 @@ class TensorUnpickler(pickle.Unpickler):
         name = PYTHON_2.get(name, name)
         if name == OF_PICKLE:
             raise UnsafeFile(
-                f"{self.path}: was written by pickle.dump, and not by torch.save: if you trust the "
-                "file, read it with pickle.load, write that with torch.save, and give the new file"
+                f"{self.path}: was written with pickle.dump, not torch.save. If you trust the "
+                "file, load it with pickle, save it again with torch.save, and pass the new file."
             )
         if name in self.table:
             return self.table[name]
@@ -344,7 +344,7 @@ class TensorUnpickler(pickle.Unpickler):
         raise UnknownName(name, refusal([name], self.path))
 
     def is_known(self, name: str) -> bool:
-        """Return whether a global is in the table, or plain data kept as an empty object."""
+        """Return whether a global is in the table, or plain data that becomes an empty object."""
         try:
             self.find_class(*name.rsplit(".", 1))
         except UnsafeFile:
@@ -359,7 +359,7 @@ class TensorUnpickler(pickle.Unpickler):
         return StorageRef(str(key), dtype, int(view[1]) if view else 0)
 
 
-# Opcodes for which the unpickler allocates as much memory as their number says, before reading on.
+# Opcodes for which the unpickler allocates the memory that their number states, before it reads on.
 LARGE = (pickle.LONG_BINPUT, pickle.BYTEARRAY8)
 NUMBER_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -370,11 +370,11 @@ NUMBER_BYTES = {
 
 
 def _opcodes() -> tuple[re.Pattern[bytes], dict[bytes, int]]:
-    """A pattern for runs of fixed-length opcodes, and the size of the number in other opcodes.
+    """Return a pattern for runs of fixed-length opcodes, and the size of numbers in other opcodes.
 
-    The number is the length of a payload, or the place of an object.
+    The number is the length of a payload, or the memo index of an object.
     """
-    fixed = [rb"r..\0\0"]  # LONG_BINPUT to a place for which a megabyte is enough
+    fixed = [rb"r..\0\0"]  # LONG_BINPUT to an index for which a megabyte is enough
     numbered = {pickle.LONG_BINPUT: 4}
     for opcode in pickletools.opcodes:
         code, nbytes = opcode.code.encode("latin1"), opcode.arg.n if opcode.arg else 0
@@ -392,34 +392,34 @@ FIXED, NUMBERED = _opcodes()
 
 
 def check_bounds(data: bytes, path: str) -> None:
-    """Refuse a pickle that would take more memory than its bytes account for.
+    """Raise UnsafeFile for a pickle that would take more memory than its bytes justify.
 
     Raises:
-        UnsafeFile: it stores an object at a place, or has an array, beyond its own length.
+        UnsafeFile: it stores an object at an index, or has an array, that exceeds its own length.
     """
     position = 0
     while position < len(data) and (match := FIXED.match(data, position)):
         start = match.end() + 1
         opcode = data[start - 1 : start]
         if opcode not in NUMBERED:
-            return  # the end, or not an opcode, which the unpickler reports
+            return  # the end; or not an opcode, which the unpickler reports
         stop = start + NUMBERED[opcode]
         number = int.from_bytes(data[start:stop], "little")
         if opcode in LARGE and number > len(data):
             raise UnsafeFile(
-                f"{path}: its pickle asks for memory for {number} objects or bytes, and has "
-                f"{len(data)} bytes: the file is damaged; copy it again"
+                f"{path}: its pickle requests memory for {number} objects or bytes, but has only "
+                f"{len(data)} bytes. The file is corrupt; copy it again."
             )
         position = stop + (0 if opcode == pickle.LONG_BINPUT else number)
 
 
 def load(file: Any, path: str) -> Any:
-    """The object at the stream's position, see `TensorUnpickler.tree`."""
+    """Read the object at the stream's position; see `TensorUnpickler.tree`."""
     return TensorUnpickler(file, path).tree()
 
 
 def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any:
-    """The object that these bytes encode."""
+    """Return the object that these bytes encode."""
     check_bounds(data, path)
     unpickler = TensorUnpickler(io.BytesIO(data), path, extra)
     try:
@@ -429,16 +429,16 @@ def loads(data: bytes, path: str, extra: Mapping[str, Any] | None = None) -> Any
 
 
 def explained(error: UnknownName, data: bytes, unpickler: TensorUnpickler) -> UnsafeFile:
-    """Build the refusal of a pickle, with all of its names, and the place of its tensors.
+    """Make the error for a pickle, with all of its unknown names and the key of its tensors.
 
     Args:
         error: the error for the first name.
-        data: bytes that begin with the pickle.
+        data: bytes that start with the pickle.
         unpickler: the unpickler that raised it.
     """
     path = unpickler.path
     names = [name for name in _globals_in(data) if not unpickler.is_known(name)] or [error.name]
-    with contextlib.suppress(Exception):  # it may be damaged as well
+    with contextlib.suppress(Exception):  # it may also be corrupt
         tree = _Lenient(io.BytesIO(data), path).load()
         tables = [key for key, value in tree.items() if _has_tensors(value)]
         if tables:
@@ -448,7 +448,7 @@ def explained(error: UnknownName, data: bytes, unpickler: TensorUnpickler) -> Un
 
 
 class _Lenient(TensorUnpickler):
-    """Accepts every unknown name as an object that is not needed, to find where the tensors are."""
+    """Accepts unknown names as objects that are not needed, to find the tensors."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
@@ -466,9 +466,9 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _globals_in(data: bytes) -> list[str]:
-    """The globals that a pickle names, in order, each once; none is looked up."""
+    """Return the globals that a pickle names, in order and each once, without looking them up."""
     names: dict[str, None] = {}
-    with contextlib.suppress(Exception):  # the caller has already reported what is wrong
+    with contextlib.suppress(Exception):  # the caller has already reported the error
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "GLOBAL":
                 names[str(argument).replace(" ", ".")] = None

@@ -1,4 +1,4 @@
-"""Runs as sources: the steps in a folder, and the weights of the newest step or of one."""
+"""Runs as sources: the steps in a folder, and the weights of one step or the newest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from anyrank.sources.run_step import ASIDE, SavedStep, StepFolder, describe, lis
 from anyrank.sources.step_listing import locator_of
 from anyrank.wording import join_first
 
-WEIGHTS_PREFIX = "model."  # prefix of the names of a step's weights
+WEIGHTS_PREFIX = "model."  # prefix of the names of weights in a step
 
 
 def steps_in(folder: str) -> list[SavedStep]:
-    """The steps with a readable manifest, the newest first; empty if there is no run."""
+    """Return the steps with a readable manifest, the newest first; [] if there is no run."""
     storage = storage_for(folder)
     if not storage.is_dir(folder):
         return []
@@ -31,27 +31,28 @@ def steps_in(folder: str) -> list[SavedStep]:
 
 
 def whole_steps(storage: Storage, folder: str, names: Iterable[str]) -> list[StepFolder]:
-    """The steps of `list_steps` that are whole."""
+    """Return the steps of `list_steps` that have a manifest."""
     return [step for step in list_steps(storage, folder, names) if step.is_whole]
 
 
 def no_step(names: Iterable[str]) -> str:
-    """Describe a run's folder that has no whole step, by its entries."""
+    """Return the error text for a run's folder that has no committed step."""
     aside = sorted(name for name in names if name.startswith(ASIDE))
-    text = "holds no step that a run has committed"
+    text = "has no committed step of a run"
     if not aside:
         return text
+    verb = "was" if len(aside) == 1 else "were"
     return (
-        f"{text}, and {join_first(aside, 3)} set aside: anyrank.verify() says what is damaged in "
-        "one, and one that is whole is a step again by its old name"
+        f"{text}; {join_first(aside, 3)} {verb} set aside. anyrank.verify() shows what is wrong "
+        "with such a step; if it is intact, rename it back to step-N to use it."
     )
 
 
 def list_folder(storage: Storage, folder: str) -> Listing:
-    """The weights of a step, or of the newest committed step of a run, without their places.
+    """List the weights of a step, or of a run's newest step, without the positions of their bytes.
 
     Raises:
-        LoadError: the run has no committed step, or the step is damaged.
+        LoadError: the run has no committed step, or the step is corrupt.
     """
     names = storage.names(folder)
     if MANIFEST not in names:
@@ -66,7 +67,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     except AnyrankError as error:
         raise LoadError(str(error)) from error
     beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS_PREFIX)}
-    skipped = tuple(f"{k}: of another part" for k in beside)
+    skipped = tuple(f"{k}: in a different part" for k in beside)
     weights = {
         k[len(WEIGHTS_PREFIX) :]: t
         for k, t in listing.tensors.items()

@@ -1,4 +1,4 @@
-"""torch.save files: the zip format, and the pickle stream that came before it (torch < 1.6)."""
+"""torch.save files: the zip format, and the older pickle stream (torch < 1.6)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 MAX_PICKLE_BYTES = 1 << 30
-MAX_SHOWN_BYTES = 16 << 20  # read of a refused pickle, to explain it
+MAX_SHOWN_BYTES = 16 << 20  # read of a rejected pickle, to explain it
 
 
 class RangeIO(io.RawIOBase):
-    """Bytes [start, start + size) of an open file as a seekable stream."""
+    """A seekable stream of bytes [start, start + size) of an open file."""
 
     def __init__(self, file: OpenFile, start: int, size: int) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ def is_head(head: bytes) -> bool:
 
 
 def list_file(storage: Storage, path: str) -> Listing:
-    """The weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file.
+    """List the weights in a `.pt`, `.pth`, `.bin` or `.ckpt` file.
 
     Raises:
-        UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
+        UnsafeFile: the file has neither format, is corrupt, or its pickle names unknown globals.
     """
     read = read_file(storage, path)
     name = read.name
@@ -88,9 +88,9 @@ def list_file(storage: Storage, path: str) -> Listing:
 def _beside(
     read: TorchFile, content: pickled_tables.FoundTable
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors outside the chosen table, by whole keys, and those of them that are not read.
+    """Return the tensors outside the chosen table, by whole keys, and which of them are not read.
 
-    A table that nobody asks for is no reason to refuse the file.
+    A tensor that cannot be read in a table that is not used is not an error.
     """
     beside: dict[str, StoredTensor] = {}
     unread: dict[str, str] = {}
@@ -109,7 +109,7 @@ def _beside(
 
 @dataclass(frozen=True)
 class TorchFile:
-    """The contents of a file of `torch.save`.
+    """The contents of a torch.save file.
 
     Attributes:
         name: name of the format.
@@ -117,7 +117,7 @@ class TorchFile:
         tree: containers and plain values, with a `TensorRef` for each tensor.
         places: key of a storage -> its byte offset and size.
         checksums: checksums of the storages.
-        quantization: `quantization_config` that `convert` has kept in the file.
+        quantization: `quantization_config` that `convert` has stored in the file.
     """
 
     name: str
@@ -128,7 +128,7 @@ class TorchFile:
     quantization: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def stored(self, key: str, ref: pickles.TensorRef) -> StoredTensor:
-        """Bind a tensor of the tree to the bytes of its storage.
+        """Locate the bytes of a tensor of the tree.
 
         Raises:
             LoadError: a conj or neg view.
@@ -137,8 +137,8 @@ class TorchFile:
         path = self.info.path
         if ref.views:
             raise LoadError(
-                f"{path}: {key}: was saved as a {' and '.join(ref.views)} view, whose values are "
-                "not those of its bytes: save it after .resolve_conj() and .resolve_neg()"
+                f"{path}: {key}: was saved as a {' and '.join(ref.views)} view, whose bytes are "
+                "not its values. Call .resolve_conj() and .resolve_neg() before you save it."
             )
         if ref.storage.key not in self.places:
             raise UnsafeFile(f"{path}: {key}: its storage {ref.storage.key!r} is not in the file")
@@ -151,17 +151,17 @@ class TorchFile:
         if not sane or last > size or start + size > self.info.size:
             raise UnsafeFile(
                 f"{path}: {key}: shape {list(ref.shape)} with strides {list(ref.strides)} at byte "
-                f"{first} does not fit its storage of {size} bytes"
+                f"{first} exceeds its storage of {size} bytes"
             )
         chunk = Chunk(box, 0, start + first, ref.strides)
         return StoredTensor(key, ref.shape, ref.dtype, (chunk,))
 
 
 def read_file(storage: Storage, path: str) -> TorchFile:
-    """Read the tree of a file in either format, and where the bytes of its tensors are.
+    """Read the tree of a file in either format, and the positions of its tensors' bytes.
 
     Raises:
-        UnsafeFile: the file is neither format, is damaged, or its pickle names unknown globals.
+        UnsafeFile: the file has neither format, is corrupt, or its pickle names unknown globals.
     """
     with closing(storage.open(path)) as file, parsing(path):
         info = file.info
@@ -170,19 +170,19 @@ def read_file(storage: Storage, path: str) -> TorchFile:
             return read_zip(file, info, 0, info.size)
         if magic[:1] == b"\x80":
             return TorchFile("torch legacy", info, *_read_legacy(file, info.size))
-    raise UnsafeFile(f"{path}: starts with {magic!r}: not a file that torch.save wrote")
+    raise UnsafeFile(f"{path}: is not a torch.save file; it starts with {magic!r}")
 
 
 @contextmanager
 def parsing(path: str) -> Generator[None]:
-    """Turn whatever a parser raises on damaged bytes, which can be anything, into a named error."""
+    """Turn the error of a parser for corrupt bytes, which can be any, into an UnsafeFile."""
     try:
         yield
     except (AnyrankError, OSError):
         raise
     except Exception as error:
         raise UnsafeFile(
-            f"{path}: is damaged ({type(error).__name__}: {error}); copy it again"
+            f"{path}: is corrupt ({type(error).__name__}: {error}); copy it again"
         ) from error
 
 
@@ -190,21 +190,23 @@ def read_zip(file: OpenFile, info: FileInfo, start: int, size: int) -> TorchFile
     """Read a zip at [start, start + size) of a file, which `info` describes.
 
     Raises:
-        UnsafeFile: not a whole torch zip.
+        UnsafeFile: it is not a complete torch zip.
     """
     path = file.path
     try:
         archive = zipfile.ZipFile(io.BufferedReader(RangeIO(file, start, size), 1 << 16))
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
-        raise UnsafeFile(f"{path}: truncated or damaged zip ({error}); copy it again") from error
+        raise UnsafeFile(f"{path}: truncated or corrupt zip ({error}); copy it again") from error
     records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-    # No checksum was kept (torch.serialization.set_crc32_options), or the record is empty.
+    # No checksum was stored (torch.serialization.set_crc32_options), or the record is empty.
     unknown = {name for name, entry in records.items() if not entry.CRC}
     for name in unknown:
         records[name].CRC = None  # pyright: ignore[reportAttributeAccessIssue] - not compared then
     pickled = records.get("data.pkl")
     if pickled is None or pickled.file_size > MAX_PICKLE_BYTES:
-        raise UnsafeFile(f"{path}: a zip without a data.pkl of sane size: not a torch.save file")
+        raise UnsafeFile(
+            f"{path}: is not a torch.save file, but a zip without a data.pkl of plausible size"
+        )
     places: dict[str, tuple[int, int]] = {}
     checksums: list[Checksum] = []
     for name, entry in records.items():
@@ -214,7 +216,9 @@ def read_zip(file: OpenFile, info: FileInfo, start: int, size: int) -> TorchFile
             offset = start + entry.header_offset
             header = read_range(file, offset, 30)
             if header[:4] != ZIP_MAGIC:
-                raise UnsafeFile(f"{path}: record {name} has no header; copy the file again")
+                raise UnsafeFile(
+                    f"{path}: record {name} does not have a header; copy the file again"
+                )
             offset += 30 + sum(struct.unpack("<HH", header[26:30]))
             places[name[5:]] = (offset, entry.file_size)
             if name not in unknown:
@@ -223,9 +227,12 @@ def read_zip(file: OpenFile, info: FileInfo, start: int, size: int) -> TorchFile
     try:
         order = archive.read("".join((pickled.filename[: -len("data.pkl")], "byteorder")))
     except KeyError:
-        order = b"little"  # files older than the record
+        order = b"little"  # older files do not have the record
     if order != b"little":
-        raise UnsafeFile(f"{path}: written on a {order.decode(errors='replace')}-endian machine")
+        raise UnsafeFile(
+            f"{path}: was written on a {order.decode(errors='replace')}-endian machine; only "
+            "little-endian files are read"
+        )
     kept = records.get(KEPT_CONFIG)
     return TorchFile(
         "torch zip",
@@ -243,9 +250,11 @@ def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, i
     magic, protocol = pickles.load(stream, path), pickles.load(stream, path)
     system = pickles.load(stream, path)
     if magic != LEGACY_MAGIC or protocol != LEGACY_PROTOCOL:
-        raise UnsafeFile(f"{path}: a pickle, but not one that torch.save wrote")
+        raise UnsafeFile(f"{path}: is a pickle, but was not written by torch.save")
     if isinstance(system, dict) and not system.get("little_endian", True):
-        raise UnsafeFile(f"{path}: written on a big-endian machine")
+        raise UnsafeFile(
+            f"{path}: was written on a big-endian machine; only little-endian files are read"
+        )
     finder = _ElementSizes(stream, path)
     start = stream.tell()
     try:
@@ -262,12 +271,15 @@ def _read_legacy(file: OpenFile, size: int) -> tuple[Any, dict[str, tuple[int, i
         places[str(key)] = (position + 8, nbytes)
         position += 8 + nbytes
         if position > size:
-            raise UnsafeFile(f"{path}: truncated: storage {key} ends at byte {position} of {size}")
+            raise UnsafeFile(
+                f"{path}: is truncated: storage {key} ends at byte {position}, the file at byte "
+                f"{size}"
+            )
     return tree, places
 
 
 class _ElementSizes(pickles.TensorUnpickler):
-    """Records each storage's element size, which the legacy format keeps only in the pickle."""
+    """Records the element size of each storage, which the legacy format has only in the pickle."""
 
     def __init__(self, file: Any, path: str) -> None:
         super().__init__(file, path)

@@ -1,1 +1,1 @@
-"""The choice of the table of weights in a checkpoint, and the keys that `rename=` makes."""
+"""Which table of a checkpoint holds the weights, and how `rename=` changes keys."""

@@ -1,8 +1,8 @@
 """Chooses the weights of a source that holds several tables of tensors.
 
-A table is everything that a checkpoint keeps under one name: `model`, `ema`, `optimizer`. A table
-out of which the caller's `rename=` takes names comes first; then the tables whose keys are names of
-the model; then the first of the known tables (`NESTED` of `part_names.py`). Where an entry of
+A table is everything that a checkpoint stores under one name: `model`, `ema`, `optimizer`. Tables
+out of which the caller's `rename=` takes names are preferred; then the tables whose keys are names
+of the model; then the first of the known tables (`NESTED` of `part_names.py`). If an entry of
 `rename=` matches nothing, and a known table would be taken instead, the error lists the tables.
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:
-    """The weights of a source that may also hold an optimizer, averages or other parts.
+    """Return the weights of a source, which may also hold an optimizer, averages or other parts.
 
     Args:
         known: names of the tensors to fill.
@@ -35,9 +35,9 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
         rename: the caller's renaming, from keys of the source, or of its table of weights, to these
             names.
     """
-    # Tables beside tensors at the root are modules, if the model has their names.
+    # Tables next to tensors at the root are modules, if the model has their names.
     is_beside = not listing.table and _any_known(listing.beside, known)
-    # A source whose keys are all names of the model leaves nothing to choose.
+    # If all keys of a source are names of the model, there is nothing to choose.
     is_all = bool(listing.tensors or not listing.beside) and not is_beside
     if rename is None and is_all and all(key in known for key in listing.tensors):
         return replace(listing, table="")
@@ -52,12 +52,13 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
 
     if rename is not None:
         rename = partial(_renamed, rename)
-        # Taken out, but by a prefix that is too short: another table would be another model.
+        # The table was chosen, but with a prefix that is too short; a different table would be a
+        # different model.
         named = _tables_named(listing, rename, fits) or _tables_named(listing, rename, is_cut)
         if named is not None:
             return named
     elif is_beside or (listing.beside and not _any_known(listing.tensors, known)):
-        # A model with several parts in it, under their names.
+        # A model that contains several parts under their names.
         parts = _tables_named(listing, str, lambda key, _: _any_known([key], known))
         if parts is not None:
             return parts
@@ -81,30 +82,30 @@ def idle_renames(
     keys: Collection[str],
     tables: Sequence[str] = (),
 ) -> list[str]:
-    """Describe the entries of `rename=` that match no key of a source.
+    """Return a note for each entry of `rename=` that matches no key of a source.
 
     Args:
         rename: the caller's `rename=`.
         source: everything in the source.
         chosen: the result of `weights_for`.
         keys: the keys that were renamed.
-        tables: the tables that hold weights, if all of them were taken because no model says which.
+        tables: the tables that hold weights, if all of them were taken because no model decides.
 
     Raises:
-        LoadError: a dict has such an entry, or all entries of a list are such, and one of several
-            tables was taken by its name, or all of them.
+        LoadError: an entry of a dict or all entries of a list match nothing, although the table was
+            chosen only by its name, or all tables were taken.
     """
     if rename is None:
         return []
     used = {id(stored) for stored in chosen.tensors.values()}
     left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
-    # Left out keys need no renaming, and whoever names them is not told that they are missing.
+    # Keys that are not used need not be renamed, and an entry for them is not reported.
     others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
     idle = unused(rename, {*chosen.tensors, *keys, *others})
     if not idle:
         return []
-    # A list of regexes may be meant for files of several kinds; if none is for this file, it is
-    # mistyped like a dict's name.
+    # A list of regexes may be meant for files of several kinds. If none matches this file, they are
+    # probably mistyped, as is an entry of a dict that matches nothing.
     is_for_source = isinstance(rename, Sequence) and len(idle) < len(rename)
     if len(tables) < 2:
         tables = _alternatives(source, chosen)
@@ -112,23 +113,23 @@ def idle_renames(
     near = Near({*chosen.tensors, *others, *tables})
     if tables:
         raise LoadError(
-            f"rename= names {idle[0]!r}{near.hint(idle[0])}, and no key of the source fits it, "
-            f"which has the tables {', '.join(tables)}: name the one that is meant"
+            f"rename= refers to {idle[0]!r}{near.hint(idle[0])}, but no key of the source matches. "
+            f"The source has the tables {', '.join(tables)}; name one of them."
         )
-    return [f"{old}: rename= has it, and no key matches{near.hint(old)}" for old in idle]
+    return [f"{old}: this entry of rename= matches no key{near.hint(old)}" for old in idle]
 
 
 def _before(key: str, names: Collection[str]) -> str | None:
-    """The text before the longest end of a key that is a name; None if no end is one."""
+    """Return the text before the longest end of a key that is a name; None if no end is a name."""
     parts = key.split(".")
     cuts = range(1, len(parts))
     return next((".".join(parts[:n]) for n in cuts if ".".join(parts[n:]) in names), None)
 
 
 def _alternatives(source: Listing, chosen: Listing) -> list[str]:
-    """The tables of a source that hold most of the chosen names, if one of them was guessed."""
+    """Return the tables that hold most of the chosen names, if the choice was a guess."""
     whole = whole_keys(source)
-    if whole.keys() >= chosen.tensors.keys():  # by whole keys: nothing was guessed
+    if whole.keys() >= chosen.tensors.keys():  # chosen by whole keys, which is not a guess
         return []
     names = {id(stored): key for key, stored in chosen.tensors.items()}
     counts: Counter[str] = Counter()
@@ -144,7 +145,8 @@ def _alternatives(source: Listing, chosen: Listing) -> list[str]:
 
 
 def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
-    """The tables that `rename=` takes tensors out of, by whole keys; None if it names no table.
+    """Return the tables from which `rename=` takes tensors, by whole keys; None if it names no
+    table.
 
     The tensors to fill are not known.
     """
@@ -155,14 +157,14 @@ def tables_named(listing: Listing, rename: Renamer | None) -> Listing | None:
 
 
 def _depth_of_tables(listing: Listing) -> int:
-    """The part of a whole key that names the table: the second, if one name is above all."""
+    """Return which part of a whole key names the table: the second, if one name is above all."""
     return int(len({key.partition(".")[0] for key in whole_keys(listing)}) == 1)
 
 
 def _leaves_table(key: str, name: str, listing: Listing, depth: int) -> bool:
-    """Return whether a name that a whole key became has left the key's table.
+    """Return whether the new name of a whole key is outside the key's table.
 
-    A regex for names within tables leaves none.
+    A regex for names within tables does not do that.
     """
     parts = _table_of(key, listing).split(".")
     table = parts[min(depth, len(parts) - 1)]
@@ -172,12 +174,12 @@ def _leaves_table(key: str, name: str, listing: Listing, depth: int) -> bool:
 def _tables_named(
     listing: Listing, rename: Renamer, is_named: Callable[[str, str], bool]
 ) -> Listing | None:
-    """The tables of which `rename` names a tensor, by whole keys; None if there are none."""
+    """Return the tables of which `rename` names a tensor, by whole keys; None if it names none."""
     known_tables = bool(listing.table or listing.tables or listing.beside)
     whole = whole_keys(listing)
     others = {key for key in whole if known_tables and _is_other_part(key, listing)}
-    # Parts of an optimizer or a callback are asked last, because a regex for the weights' names
-    # may fit theirs, and by their whole place, because {"optimizer": ""} is for leaving it out.
+    # Parts of an optimizer or a callback are tried last, because a regex for names of weights may
+    # match theirs, and only by their whole path, because {"optimizer": ""} drops that part.
     deeper = [key for key in others if not _is_part_cut(key, rename(key))]
     named: set[str] = set()
     for keys in (whole.keys() - others, deeper):
@@ -189,7 +191,7 @@ def _tables_named(
 
 
 def _is_part_cut(key: str, name: str) -> bool:
-    """Return whether a name is a key of an optimizer or the like without the name of that part."""
+    """Return whether a name is a key of a part such as an optimizer, without the part's name."""
     part = key if is_other_part(key) else key.partition(".")[2]  # below one name above all
     return name == part.partition(".")[2]
 
@@ -197,13 +199,13 @@ def _is_part_cut(key: str, name: str) -> bool:
 def take_tables(
     listing: Listing, chosen: dict[str, StoredTensor], others: Iterable[str]
 ) -> Listing:
-    """The listing with the tensors of some tables, by whole keys; the rest is listed as skipped."""
+    """Return the listing with only the tensors of some tables, by whole keys; skip the rest."""
     tables = {_table_of(key, listing) for key in chosen}
     read = {*tables, *chosen}
     stays = [note for note in listing.skipped if note.partition(":")[0] not in read]
     unread = whole_unread(listing).items()
     unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
-    # Tensors that are left out stay visible: scales may have a table of their own.
+    # Tensors of other tables stay visible, because scales may be in a separate table.
     left = {key: t.renamed(key) for key, t in whole_keys(listing).items() if key not in chosen}
     listing = replace(listing, skipped=tuple(stays), unreadable=unreadable, beside=left)
     return _chosen(listing, chosen, others)
@@ -212,10 +214,10 @@ def take_tables(
 def inner_prefix(
     keys: Iterable[str], known: Collection[str], rename: Callable[[str], str] | None = None
 ) -> str | None:
-    """The prefix of the weights, if no key names a tensor of the model by itself.
+    """Return the prefix of the weights, if no key itself is the name of a tensor of the model.
 
-    If one name is above all (`app` in torch's recipes for DCP), the search begins below it. The
-    text after the prefix may be the name, or become it by `rename`.
+    If one name is above all (`app` in torch's recipes for DCP), the search starts below it. The
+    text after the prefix may be the name, or become it through `rename`.
     """
     keys = list(keys)
     renamers = [lambda key: key, *([rename] if rename else [])]
@@ -238,14 +240,14 @@ def _any_known(keys: Iterable[str], known: Collection[str]) -> bool:
 
 
 def unused(rename: Rename, keys: Collection[str]) -> list[str]:
-    """Entries of `rename=` that match none of the keys; a callable has no entries."""
+    """Return the entries of `rename=` that match none of the keys; a callable has no entries."""
     if rename is None or callable(rename):
         return []
     if isinstance(rename, Mapping):
         names = {*keys} | {key[: dot.end()] for key in keys for dot in re.finditer(r"\.", key)}
         return [old for old in rename if old not in names and f"{old}." not in names]
     left: list[str] = []
-    for pattern, replacement in rename:  # each gets what those before it made of a key
+    for pattern, replacement in rename:  # each gets the result of the previous ones
         regex = re.compile(pattern)
         if not any(map(regex.search, keys)):
             left.append(pattern)
@@ -254,12 +256,12 @@ def unused(rename: Rename, keys: Collection[str]) -> list[str]:
 
 
 def whole_keys(listing: Listing) -> dict[str, StoredTensor]:
-    """Every tensor of every table."""
+    """Return every tensor of every table."""
     return _below_table(listing, listing.tensors) | listing.beside
 
 
 def whole_unread(listing: Listing) -> dict[str, str]:
-    """Every tensor of every table that is not read, with its description."""
+    """Return every tensor of every table that is not read, with its kind."""
     return _below_table(listing, listing.unreadable) | listing.unread_beside
 
 
@@ -269,7 +271,7 @@ def _below_table(listing: Listing, table: Mapping[str, T]) -> dict[str, T]:
 
 
 def _renamed(rename: Renamer, key: str) -> str:
-    """The renamed key; the key itself if a function was not written for keys of this table."""
+    """Return the renamed key; the key itself if a function fails, which is for other tables."""
     try:
         return rename(key)
     except AnyrankError:
@@ -277,7 +279,7 @@ def _renamed(rename: Renamer, key: str) -> str:
 
 
 def _table_of(key: str, listing: Listing) -> str:
-    """The table that a whole key is in; "" for none."""
+    """Return the table of a whole key; "" for none."""
     if listing.table or key in listing.beside or key in listing.unread_beside:
         return key.partition(".")[0]
     parts = key.split(".")
@@ -286,13 +288,13 @@ def _table_of(key: str, listing: Listing) -> str:
 
 
 def _is_in(key: str, tables: Collection[str]) -> bool:
-    """Return whether a key is one of these names, or lies below one of them."""
+    """Return whether a key is one of these names, or is below one of them."""
     parts = key.split(".")
     return any(".".join(parts[:n]) in tables for n in range(1, len(parts) + 1))
 
 
 def _is_other_part(key: str, listing: Listing) -> bool:
-    """Return whether a whole key belongs to an optimizer or the like, or below one name."""
+    """Return whether a whole key, or the part below the one name above all, is not of weights."""
     outer, _, inner = key.partition(".")
     return is_other_part(key) or (
         outer in listing.tables
@@ -302,7 +304,7 @@ def _is_other_part(key: str, listing: Listing) -> bool:
 
 
 def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) -> bool:
-    """Return whether a key belongs to another part of the checkpoint, not just unknown."""
+    """Return whether a key is of a different part of the checkpoint, and not only unknown."""
     tables: Collection[str] = () if listing.table else listing.tables  # keys are within a table
     if prefix[:-1] in tables:
         return True
@@ -313,13 +315,13 @@ def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) 
 
 
 def is_optimizer(table: str, listing: Listing) -> bool:
-    """Return whether a table is an optimizer's state_dict(), whatever its name."""
+    """Return whether a table is an optimizer's state_dict(), whatever its name is."""
     groups = f"{table}.param_groups"
     return groups in listing.tables or any(note.startswith(groups) for note in listing.skipped)
 
 
 def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
-    """The listing with only these tensors; the rest is listed as skipped."""
+    """Return the listing with only these tensors; the rest is listed as skipped."""
     noted = {note.partition(":")[0] for note in listing.skipped}
     notes = (
         f"{key}: {'not weights' if _is_other_part(key, listing) else 'of another table'}"

@@ -1,4 +1,4 @@
-"""The weights and the other tables of a source, without a model to compare them with.
+"""The weights and the other tables of a source, without a model.
 
 `convert` writes the weights, and `diff` compares both.
 """
@@ -13,7 +13,7 @@ from anyrank.sources.part_names import NESTED, is_other_part
 from anyrank.sources.tables.choice import is_optimizer, whole_keys, whole_unread
 from anyrank.tensors.spec import StoredTensor
 
-# Formats that state themselves which table holds the weights.
+# Formats that state which table holds the weights.
 SELF_DESCRIBING = (FORMAT, "lightning")
 
 
@@ -23,10 +23,10 @@ class Parts:
 
     Attributes:
         weights: the tensors of all tables that may hold weights.
-        others: tensors of optimizers and the like, which no flat source has.
-        unread: tensors among them without bytes that are their values.
-        prefix: prefix of the weights' keys, if they form one table that is known as theirs.
-        tables: the tables that may hold weights, by their whole names; "" for tensors beside them.
+        others: tensors of optimizers and other parts, which flat sources do not have.
+        unread: tensors among them whose bytes are not their values.
+        prefix: prefix of the weights' keys, if they form one table with a known name.
+        tables: the whole names of the tables that may hold weights; "" for tensors outside tables.
     """
 
     weights: dict[str, StoredTensor]
@@ -37,15 +37,16 @@ class Parts:
 
     @property
     def has_several(self) -> bool:
-        """Return whether several tables may hold weights."""
+        """True if several tables may hold weights."""
         return len(self.tables) > 1
 
 
 def parts_of(listing: Listing) -> Parts:
-    """Sort tensors into weights and others, by tables if the format tells them from modules.
+    """Sort tensors into weights and others, by tables if the format distinguishes these from
+    modules.
 
-    A flat source has no tables, whatever the names of a model's children are. Single tensors beside
-    a known table with more tensors (a queue, a generator's state) are not a table.
+    A flat source has no tables, whatever the names of a model's children are. Single tensors next
+    to a known table with more tensors (a queue, a generator's state) are not a table.
     """
     unread = whole_unread(listing)
     if listing.format in SELF_DESCRIBING:
@@ -76,22 +77,24 @@ def parts_of(listing: Listing) -> Parts:
 
 
 def _above_all(whole: dict[str, StoredTensor], listing: Listing) -> str:
-    """The prefix of the one table that holds all others, as in `{"app": {"model": ...}}`."""
+    """Return the prefix of the one table that contains all others, such as `{"app": {"model":
+    ...}}`.
+    """
     first, *others = {key.partition(".")[0] for key in whole} or {""}
     is_outer = not others and first in listing.tables and first not in NESTED
     return f"{first}." if is_outer else ""
 
 
 def alike(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str]]:
-    """Make two sources comparable; also return keys beside the weights that only one of them has.
+    """Make two sources comparable; also return keys outside the weights that only one of them has.
 
-    Weights go by their names in the table of weights, if both sources have at most one. Other
-    tensors are compared if both are checkpoints of one format, because each format has its own
-    names.
+    Weights are compared by their names in the table of weights, if both sources have at most one.
+    Other tensors are compared only if both are checkpoints of the same format, because each format
+    has its own names.
     """
     of_a, of_b = parts_of(a), parts_of(b)
     both = bool(of_a.others and of_b.others) and a.format.split()[0] == b.format.split()[0]
-    # Names of several tables stay whole, and so do names that another part has too.
+    # Names of several tables stay whole, and so do names that a different part has too.
     is_whole = of_a.has_several or of_b.has_several
     is_whole |= both and any(
         not part.others.keys().isdisjoint(key.removeprefix(part.prefix) for key in part.weights)

@@ -1,4 +1,4 @@
-"""`rename=`: the caller's renaming of a source's keys to a model's names."""
+"""`rename=`: maps keys of a source to names of the model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from anyrank.tensors.names import Rename
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """Make one function of the three forms of `rename=`.
+    """Return a function for any of the three forms of `rename=`.
 
-    These are a dict of keys or prefixes, pairs of regex and replacement applied in order, or a
-    callable.
+    The forms are a dict of keys or prefixes, pairs of regex and replacement that are applied in
+    order, and a callable.
 
     Raises:
-        ValueError: a regex that does not compile, or an entry that is not a pair.
-        TypeError: another type.
+        ValueError: a regex does not compile, or an entry is not a pair.
+        TypeError: a wrong type.
     """
     if rename is None:
         return lambda key: key
@@ -33,7 +33,10 @@ def renamer(rename: Rename) -> Callable[[str], str]:
                     f"rename= failed for {key}: {type(error).__name__}: {error}"
                 ) from error
             if not isinstance(name, str):
-                raise WrongType(f"rename= gave {name!r} for {key}: it must return a name, a str")
+                raise WrongType(
+                    f"rename= returned {name!r} for {key}: expected a str, got "
+                    f"{type(name).__name__}"
+                )
             return name
 
         return by_function
@@ -42,19 +45,21 @@ def renamer(rename: Rename) -> Callable[[str], str]:
         wrong = [(old, new) for old, new in mapping.items() if not _are_texts(old, new)]
         if wrong:
             old, new = wrong[0]
-            raise TypeError(f"rename= takes keys and names as text, not {old!r}: {new!r}")
+            raise TypeError(f"rename={{{old!r}: {new!r}}}: expected keys and names of type str")
         return lambda key: _by_mapping(key, mapping)
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
         wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
         if wrong:
-            raise TypeError(f"{wrong[0]!r} is not text to put in place")
+            raise TypeError(
+                f"replacement {wrong[0]!r}: expected a str, got {type(wrong[0]).__name__}"
+            )
         for pattern, replacement in pairs:
-            pattern.sub(replacement, "")  # raises for a group that the pattern lacks
+            pattern.sub(replacement, "")  # raises an error for a group that the pattern lacks
     except (re.error, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
-            f"rename= takes a dict, pairs of (regex, replacement) or a callable: {error}"
+            f"rename=: expected a dict, a list of (regex, replacement) or a callable ({error})"
         ) from error
 
     def by_pairs(key: str) -> str:

@@ -1,4 +1,4 @@
-"""`anyrank.cpu_only`: tensors stay on the CPU, whatever device a third-party loader asks for."""
+"""`anyrank.cpu_only`: tensors stay on the CPU, whatever device a third-party loader requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.serialization import register_package
 
 CPU = torch.device("cpu")
 HOME = ("cpu", "meta")  # device types that pass unchanged
-# Torch runs restorers in this order, and its own first is 10. Equal numbers make it compare the
-# functions, which fails: so this is a number that nobody else is likely to use.
+# torch runs restorers in this order; its own first one is 10. With equal numbers it would compare
+# the functions, which fails, so this number is unlikely to be used by other code.
 PRIORITY = -7919
 MOVES = ("cuda", "xpu", "hpu", "mtia", "ipu")  # Tensor methods that name an accelerator
 INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index by position
@@ -23,12 +23,12 @@ INDEX_POSITION = {"to": 1, "_parse_to": 0}  # functions that take a device index
 
 @contextmanager
 def cpu_only() -> Generator[None]:
-    """Keep everything that a third-party loader creates on the CPU.
+    """Keep all tensors that a third-party loader creates on the CPU.
 
-    Inside, a device other than the CPU (or meta) becomes the CPU wherever it is named: in torch's
-    functions and methods, in `torch.load` by its argument or by the file, in safetensors, and so in
-    everything built on them. The loader need not cooperate. Afterwards move the result to the
-    rank's device, or wrap it, or leave that to `load`.
+    Inside the block, a device other than the CPU (or meta) becomes the CPU wherever it is named: in
+    torch's functions and methods, in `torch.load` by its argument or by the file, in safetensors,
+    and so in everything that is built on them. The loader needs no changes. Afterwards move the
+    result to the rank's device, or wrap it, or leave that to `load`.
 
     Example::
 
@@ -38,12 +38,13 @@ def cpu_only() -> Generator[None]:
             made = torch.zeros(2, device="cuda:0")
         assert state["weight"].is_cpu and made.is_cpu
 
-    It holds for the thread that enters, nests, and ends with the block, also after an exception;
-    the current device of an accelerator in use is then restored. Each rank enters on its own.
-    Tensors on an accelerator stay there. A `torch.device` made inside is the CPU for good. Threads
-    that a loader starts, calls without a CPU form (`torch.cuda.init`) and TorchScript files, which
-    name their device in C++, are not redirected: give the rank its device first
-    (`torch.accelerator.set_device_index(LOCAL_RANK)`), so that these at least land there.
+    The context affects only the current thread, may be nested, and ends with the block, also after
+    an exception; the current device of an accelerator in use is then restored. Does not
+    communicate. Tensors on an accelerator stay on it. A `torch.device` created inside stays the CPU
+    device. Threads that a loader starts, calls without a CPU form (`torch.cuda.init`) and
+    TorchScript files, which name their device in C++, are not redirected. Set the rank's device
+    first (`torch.accelerator.set_device_index(LOCAL_RANK)`), so that at least they use the right
+    device.
     """
     _register_restorer()
     backend, current = _current_device()
@@ -58,7 +59,7 @@ def cpu_only() -> Generator[None]:
 
 
 def _current_device() -> tuple[Any, int | None]:
-    """The module of the machine's accelerator, and its current device if it is in use."""
+    """Return the module of the machine's accelerator, and its current device if it is in use."""
     accelerator = torch.accelerator.current_accelerator()
     backend: Any = None if accelerator is None else torch.get_device_module(accelerator)
     is_used = hasattr(backend, "is_initialized") and backend.is_initialized()
@@ -66,7 +67,7 @@ def _current_device() -> tuple[Any, int | None]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Rewrites accelerators to the CPU in every torch call of the thread that holds it."""
+    """Replaces accelerators by the CPU in every torch call of the current thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,25 +94,25 @@ class _Redirect(TorchFunctionMode):
 
 
 def _redirect_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """`torch.device(...)` inside the block: a bare index means an accelerator too."""
+    """Return the device for `torch.device(...)` inside the block; an index means an accelerator."""
     if any(type(value) is int for value in args[:1]):
         return CPU
     return _on_cpu(torch.device(*args, **kwargs), False)
 
 
 def _on_cpu(value: Any, may_be_index: bool) -> Any:
-    """The CPU in place of an argument that names an accelerator; any other value unchanged."""
+    """Return the CPU for an argument that names an accelerator; return other values unchanged."""
     if isinstance(value, torch.device):
         return value if value.type in HOME else CPU
     if isinstance(value, str):
         return value.replace("torch.cuda.", "torch.") if _is_home(value) else "cpu"
     if isinstance(value, type) and value.__module__ == "torch.cuda":
-        return f"torch.{value.__name__}"  # torch.cuda.FloatTensor and the like
+        return f"torch.{value.__name__}"  # such as torch.cuda.FloatTensor
     return "cpu" if may_be_index and type(value) is int else value
 
 
 def _is_home(text: str) -> bool:
-    """Return whether a text names no accelerator: the CPU, meta, or no device at all."""
+    """Return whether a text does not name an accelerator: the CPU, meta, or not a device."""
     try:
         return torch.device(text).type in HOME
     except RuntimeError:
@@ -122,7 +123,7 @@ def _is_home(text: str) -> bool:
 
 
 class _Thread(threading.local):
-    """The number of blocks that the thread is in."""
+    """The number of blocks that the thread has entered."""
 
     depth = 0
 
@@ -132,10 +133,10 @@ THREAD = _Thread()
 
 @functools.cache
 def _register_restorer() -> None:
-    """Add our restorer to torch's, once per process: torch cannot remove one."""
+    """Add our restorer to torch's, once per process, because torch cannot remove one."""
     register_package(PRIORITY, lambda storage: None, _restore_on_cpu)
 
 
 def _restore_on_cpu(storage: Any, location: str) -> Any:
-    """Move a storage to the CPU if its location is an accelerator; outside of blocks do nothing."""
+    """Move a storage to the CPU if its location is an accelerator; do nothing outside blocks."""
     return storage if THREAD.depth and location.split(":")[0] not in HOME else None

@@ -1,4 +1,4 @@
-"""Frozen parts in a match: filled from their own sources, or compared and never written to."""
+"""Frozen parts in a match, which are filled from their own sources, or only compared."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FrozenParts(Dialect):
         return any(owner.frozen is not None for owner in case.modules)
 
     def complete(self, match: ModelMatch) -> ModelMatch:
-        """Give frozen parts the bytes of their own sources; compare those that the source holds.
+        """Fill frozen parts from their own sources; compare those that the source contains.
 
-        A live source holds them itself.
+        A live source contains them.
         """
         owners = reversed(self.case.modules) if not self.case.is_live else ()
         for part, name in {owner.module: owner.raw for owner in owners}.items():
             match = self._with_source(match, part, name)
-        # A part that is whole and real is never written to: the stored values are compared with it.
+        # An unsharded, real part is never written to; its values are compared with the stored ones.
         pinned = {i: t for i, t in match.stored.items() if match.tensors[i].is_pinned}
         stored = {i: t for i, t in match.stored.items() if i not in pinned}
         return replace(match, stored=stored, compared=match.compared | pinned)
@@ -43,7 +43,7 @@ class FrozenParts(Dialect):
         """Add a part's own source to the match, for the tensors that need it.
 
         Raises:
-            LoadError: the source lacks tensors of the part.
+            LoadError: the part's source lacks tensors of the part.
         """
         info = frozen_info(part)
         if info is None or info.source is None:
@@ -58,9 +58,10 @@ class FrozenParts(Dialect):
         if lacking:
             title = f"{name or 'the model'}: is frozen with source {info.source}, which does not"
             raise LoadError(
-                listed(f"{title} hold", lacking) + "\n  freeze it with the file that holds it"
+                listed(f"{title} contain", lacking)
+                + "\n  Fix: pass the file that contains them as source= of freeze()"
             )
-        prefix = f"{name}/"  # no key of the source can be mistaken for it
+        prefix = f"{name}/"  # no key of the source can have this prefix
         renamed = {prefix + key: tensor for key, tensor in source.tensors.items()}
         listing = join(match.listing.format, [match.listing, source.with_tensors(renamed)])
         stored = {
@@ -78,7 +79,7 @@ class FrozenParts(Dialect):
 def _matched(
     part: nn.Module, source: Listing, kinds: Sequence[type[Dialect]]
 ) -> tuple[Listing, Mapping[int, str]]:
-    """The contents of a part's own source, and the key of each of its tensors, by identity."""
+    """Return the contents of a part's own source, and the key of each tensor, by identity."""
     modules = find_modules(part)
     tensors = in_state_dict(tensors_of(modules))
     case = Case(part, modules, tensors, source, LoadOptions(), kinds=kinds)

@@ -1,16 +1,16 @@
-"""`anyrank.freeze`: a part of a model that is not trained, nor saved or sharded with its parent.
+"""`anyrank.freeze`: parts of a model that are not trained, saved or sharded with their parent.
 
 A frozen part keeps its class. Functions of this file replace five of its methods, as ordinary
-attributes of the module: a parent that asks for its modules, parameters, buffers and state gets
+attributes of the module: a parent that asks for its modules, parameters, buffers or state gets
 nothing, and a direct caller gets the usual answer. DDP, optimizers and checkpoints ask parents. Two
 public hooks handle `load_state_dict`.
 
-FSDP2 calls no method: it walks `children()`, which copies and moves need as well, and leaves out
-modules that another composable parallelism has in torch's record of them. That record is the only
-thing used here that is private to torch rather than to its modules (`_OwnUnit`). `ignored_params`
-is no alternative: it is an argument of a later call that somebody else makes. A holder that is not
-a module would hide the part from moves and copies of its parent too, and `freeze`, which gets only
-the part, does not know the parents that would need such a holder.
+FSDP2 calls none of these methods: it walks `children()`, which copies and moves also need, and
+skips modules that a different composable parallelism has in torch's registry. That registry
+(`_OwnUnit`) is the only private part of torch, other than of its modules, that is used here.
+`ignored_params` is not an alternative, because it is an argument of a later call by other code. A
+holder that is not a module would hide the part from moves and copies of its parent too; and
+`freeze`, which gets only the part, does not know the parents that would need such a holder.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ Path = str | os.PathLike[str]
 
 
 def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
-    """Pin a part of a model: eval mode, no gradients, out of DDP and of checkpoints.
+    """Freeze a part of a model: eval mode, no gradients, and left out of DDP and checkpoints.
 
-    Call it on every rank, before the parent is wrapped or sharded and its optimizer is built; call
-    it again to add a source.
+    Call it on every rank, before you wrap or shard the parent and build its optimizer. Call it
+    again to add a source.
 
-    - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients pass.
+    - `train()` and `requires_grad_()`, its own or a parent's, change nothing. Gradients still flow
+      through it.
     - A parent's `parameters()`, `buffers()` and `modules()` leave it out, so DDP neither broadcasts
-      nor reduces it, and optimizers do not hold it. Asked directly, it lists them as usual.
-    - `fully_shard` of a parent leaves it whole and where it is. `fully_shard` of the part itself
-      shards it, before or after; parents then list it.
-    - With a source, a parent's `state_dict()` leaves it out, `load_state_dict()` does without it,
-      and `load` fills it from there. Without one, it is saved and loaded with its parent.
+      nor reduces it, and optimizers do not hold it. Called on the part itself, these methods list
+      everything as usual.
+    - `fully_shard` on a parent does not shard or move it. `fully_shard` on the part itself shards
+      it, before or after `freeze`; parents then list it.
+    - With a source, a parent's `state_dict()` leaves it out, `load_state_dict()` does not need it,
+      and `load` fills it from the source. Without a source, it is saved and loaded with its parent.
     - It moves, casts, copies, pickles and compiles with its parent.
 
     Example::
@@ -64,24 +66,24 @@ def freeze(module: M, *, source: Path | Sequence[Path] | None = None) -> M:
 
     Args:
         module: any module; it keeps its type.
-        source: the origin of its weights: a path, a URL or a list of files, as for `load`.
+        source: where its weights come from: a path, a URL or a list of files, as for `load`.
 
     Returns:
         The same module object.
 
     Raises:
-        TypeError: not a module; a TorchScript module, whose methods are not Python's; a source that
-            is not a path.
-        ValueError: a source that is empty.
+        TypeError: `module` is not a module, or is a TorchScript module, whose methods are not
+            Python methods; or `source` is not a path.
+        ValueError: `source` is empty.
     """
     check_model(module, "module")
     check_group(None)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            "a TorchScript module cannot be frozen: its methods are not Python's; put it into a "
-            "plain module and freeze that"
+            "a TorchScript module cannot be frozen, because its methods are not Python methods. "
+            "Put it into a plain module, and freeze that."
         )
-    # The module's own dict, because torch.compile's wrapper passes attributes on to its module.
+    # The module's own dict, because torch.compile's wrapper forwards attributes to its module.
     attributes = module.__dict__
     known: FrozenInfo = attributes.get(FROZEN, FrozenInfo())
     kept = known.source if source is None else _paths(source)
@@ -105,7 +107,7 @@ def _paths(source: Any) -> FrozenSource:
         return check_path("source", source)
     check_type("source", source, Sequence, "a path, a URL or a list of files")
     if not source:
-        raise ValueError(f"source={source!r}: give a path, a URL or a list of files")
+        raise ValueError(f"source={source!r}: expected a path, a URL or a list of files")
     return tuple(check_path("source", path) for path in source)
 
 
@@ -113,9 +115,9 @@ def _paths(source: Any) -> FrozenSource:
 
 
 class _Method:
-    """A function in place of a module's method.
+    """A function that replaces a method of a module.
 
-    It is copied and pickled with the module, and does not keep the module alive.
+    It is copied and pickled with the module, but does not keep the module alive.
     """
 
     def __init__(self, answer: Callable[..., Any], module: nn.Module) -> None:
@@ -130,12 +132,12 @@ class _Method:
 
 
 def _train(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Stay in eval mode, whatever the caller asks for."""
+    """Stay in eval mode, whatever the caller requests."""
     return type(module).train(module, False)
 
 
 def _requires_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
-    """Stay without gradients, whatever the caller asks for."""
+    """Stay without gradients, whatever the caller requests."""
     return type(module).requires_grad_(module, False)
 
 
@@ -145,16 +147,16 @@ def _named_modules(
     prefix: str = "",
     remove_duplicate: bool = True,
 ) -> Generator[tuple[str, nn.Module]]:
-    """List modules for a direct caller; nothing for a parent, whose recursion passes a memo.
+    """Yield modules to a direct caller; nothing to a parent, whose recursion passes a memo.
 
-    A part sharded by FSDP2 is listed, because the root unit of the parent has to coordinate it.
+    A part that is sharded by FSDP2 is listed, because the parent's root unit must coordinate it.
     """
     if memo is None or any(is_fsdp2(part) for _, part in walk(module)):
         yield from type(module).named_modules(module, memo, prefix, remove_duplicate)
 
 
 def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the usual state to a direct caller; with a source, nothing to a parent."""
+    """Return the usual state to a direct caller, but nothing to a parent if it has a source."""
     destination = args[0] if args else kwargs.get("destination")
     if destination is not None and module.__dict__[FROZEN].source is not None:
         return destination
@@ -164,15 +166,15 @@ def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _apply(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Move or cast as usual; a cast on purpose is not damage."""
+    """Move or cast as usual; a deliberate cast is not an error."""
     before = _whereabouts(module)
     type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage]
     after = _whereabouts(module)
     if after != before:
         if after[1] != before[1]:
             remember(module)
-        # A LightningModule keeps its device and dtype as attributes. It learns of a move from the
-        # root's to(), which asks modules(), which leaves the part out: so it is called here.
+        # A LightningModule stores its device and dtype as attributes, which the root's to() updates
+        # in all modules(). That leaves the part out, so the attributes are updated here.
         devices, dtypes = after
         module.to(
             device=devices[0] if len(devices) == 1 else None,
@@ -191,12 +193,12 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 
 
 def unfrozen_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's attributes, for a copy that is not frozen."""
+    """Return a module's attributes, for a copy that is not frozen."""
     return {name: value for name, value in attributes.items() if not isinstance(value, _Method)}
 
 
 def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtype]]:
-    """The devices of the part's tensors, and their floating dtypes, each once."""
+    """Return the devices of the part's tensors, and their floating-point dtypes, each once."""
     tensors = [
         tensor
         for _, part in walk(module)
@@ -211,14 +213,14 @@ def _whereabouts(module: nn.Module) -> tuple[list[torch.device], list[torch.dtyp
 
 
 def _keep_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """With a source, put the part's own tensors into the state that its parent loads.
+    """If it has a source, put the part's own tensors into the state that its parent loads.
 
-    So nothing is missing, and nothing changes. Called directly (only a parent has a prefix), the
-    part gets new values.
+    So nothing is missing, and nothing changes. In a direct call (without a prefix), the part gets
+    new values.
 
     Raises:
-        LoadError: the parent's checkpoint contains the part, from before it was frozen, and
-            differs.
+        LoadError: the parent's checkpoint contains the part, from before it was frozen, with
+            different values.
     """
     info = module.__dict__[FROZEN]
     if not prefix:
@@ -230,25 +232,25 @@ def _keep_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest:
         are_tensors = isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor)
         if are_tensors and value is not tensor:
             if tensor.is_meta or _is_sharded(tensor) != _is_sharded(value):
-                continue  # no value to protect yet, or an error that torch raises itself
+                continue  # the part has no value yet, or torch itself raises an error
             if not _equal(tensor, value):
                 raise LoadError(
-                    f"{key}: the checkpoint holds other values than the frozen part, whose source "
-                    f"is {info.source}: drop the keys {prefix}* from the checkpoint, or freeze "
-                    "the part without a source to load them"
+                    f"{key}: the checkpoint has different values than the frozen part, whose "
+                    f"source is {info.source}. Drop the keys {prefix}* from the checkpoint, or "
+                    "freeze the part without a source to load them."
                 )
         state_dict[key] = tensor
 
 
 def _remember_loaded(module: nn.Module, incompatible: object) -> None:
-    """Record the loaded values, when loaded directly, or by a parent without a source for it."""
+    """Record the loaded values: after a direct load, or a parent's if the part has no source."""
     info: FrozenInfo = module.__dict__[FROZEN]
     if info.source is None or info.tensors is None:
         remember(module)
 
 
 def _equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits, once both have the dtype of the first."""
+    """Return whether two tensors have the same bits after a cast to the dtype of the first."""
     left, right = _local(tensor), _local(value).to(tensor.dtype)
     return tensor.shape == value.shape and content_hash(left) == content_hash(right)
 
@@ -259,7 +261,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return values_of(tensor.to_local() if _is_sharded(tensor) else tensor)
 
 
@@ -267,23 +269,24 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def remember(module: nn.Module) -> None:
-    """Record the present values of the part."""
+    """Record the current values of the part."""
     info: FrozenInfo = module.__dict__[FROZEN]
     module.__dict__[FROZEN] = FrozenInfo(info.source, _describe(module), _versions(module))
 
 
 def check_frozen(module: nn.Module, name: str = "") -> None:
-    """Compare a frozen part with its record, before a save. Each rank alone.
+    """Compare a frozen part with its record, before a save. Does not communicate.
 
-    Its bytes are hashed only if a tensor is another object than before, or was written to in a way
-    that torch counts (`.data` is not). Nothing is compared if it was or is on meta or sharded.
+    Its bytes are hashed only if a tensor is a different object than before, or was written to in a
+    way that torch counts (`.data` is not counted). Nothing is compared if it was or is on meta or
+    sharded.
 
     Args:
         module: the part.
-        name: the part's name, put before its tensors' names in a message.
+        name: the part's name, which precedes its tensors' names in a message.
 
     Raises:
-        CheckpointError: a tensor changed, or was added or removed; names the first.
+        CheckpointError: a tensor was changed, added or removed; the error names the first one.
     """
     info: FrozenInfo = module.__dict__[FROZEN]
     if info.tensors is None or info.versions == _versions(module):
@@ -297,8 +300,9 @@ def check_frozen(module: nn.Module, name: str = "") -> None:
         if now.get(key, "absent") != then:
             raise CheckpointError(
                 f"{prefix}{key}: is frozen, and was {then} when it was frozen or loaded, but is "
-                f"{now.get(key, 'absent')} now: something writes to it; look for an in-place "
-                "update, apply() of an initializer, or an optimizer made before freeze()"
+                f"now {now.get(key, 'absent')}, so something writes to it. Look for an in-place "
+                "update, apply() of an initializer, or an optimizer that was built before "
+                "freeze()."
             )
     module.__dict__[FROZEN] = replace(info, versions=_versions(module))
 
@@ -309,7 +313,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _describe(module: nn.Module) -> dict[str, str] | None:
-    """`FrozenInfo.tensors` for the present values of the part."""
+    """Return `FrozenInfo.tensors` for the current values of the part."""
     tensors = _tensors(module)
     if any(tensor.is_meta or _is_sharded(tensor) for tensor in tensors.values()):
         return None
@@ -320,7 +324,7 @@ def _describe(module: nn.Module) -> dict[str, str] | None:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """`FrozenInfo.versions` for the present tensors of the part."""
+    """Return `FrozenInfo.versions` for the current tensors of the part."""
     return {name: (id(t), version_of(t)) for name, t in _tensors(module).items()}
 
 
@@ -328,16 +332,16 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _stay_whole(module: nn.Module) -> None:
-    """Keep `fully_shard` of a parent off the part, as it keeps off modules under `replicate`."""
+    """Make `fully_shard` on a parent skip the part, as it skips modules under `replicate`."""
     key = _registry_key()
     if key is not None:
         module.__dict__.setdefault(key, _OwnUnit())
 
 
 class _OwnUnit(dict[str, Any]):
-    """A module's record of composable parallelisms, as torch keeps it.
+    """torch's registry of the composable parallelisms of a module.
 
-    It claims `replicate` until `fully_shard` is asked to shard this very module, and adds itself.
+    It claims `replicate` until `fully_shard` is called on exactly this module and adds itself.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -345,9 +349,10 @@ class _OwnUnit(dict[str, Any]):
 
 
 def _registry_key() -> str | None:
-    """The attribute that holds the record: private to torch, present from 2.0 on.
+    """Return the attribute with the registry, which is private to torch, and exists since 2.0.
 
-    If it is missing, FSDP2 shards a frozen part with its parent: correct too, if less convenient.
+    If it is missing, FSDP2 shards a frozen part with its parent, which is also correct, but less
+    convenient.
     """
     try:
         from torch.distributed._composable.contract import REGISTRY_KEY

@@ -1,1 +1,1 @@
-"""`layout=`: tensors that the caller declares to be parts of a whole."""
+"""`layout=`: tensors that the caller declares to be parts of a global tensor."""

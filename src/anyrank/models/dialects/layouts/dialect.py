@@ -1,4 +1,4 @@
-"""`layout=` in a match: the shape of the whole becomes known with the source."""
+"""`layout=` in a match: the source shows the global shape."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from anyrank.models.dialects.layouts.given import cut_as_source
 
 
 class GivenLayouts(Dialect):
-    """The tensors that are this rank's part of a whole."""
+    """The tensors with a `layout=`."""
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether the caller gave `layout=`."""
+        """Return whether the caller passed `layout=`."""
         return case.options.layout is not None
 
     def complete(self, match: ModelMatch) -> ModelMatch:
-        """Give each part the shape of the source's whole, if torch would cut it so.
+        """Use the source's shape for each tensor whose part is that of torch's split.
 
-        Both ends of a sync are parts already.
+        In a sync, both ends already have their shapes.
         """
         for index, stored in match.wanted if not self.case.is_live else ():
             cut_as_source(match.tensors[index], stored.shape)

@@ -1,6 +1,6 @@
-"""`layout=`: plain tensors that are each rank's part of a whole.
+"""`layout=`: plain tensors that are a rank's part of a global tensor.
 
-vLLM and hand-written tensor parallelism hold such tensors.
+vLLM and hand-written tensor parallelism have such tensors.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import Coordinates
 from anyrank.tensors.spec import StoredTensor
-from anyrank.wording import first_few
+from anyrank.wording import count, first_few
 from anyrank.world.ranks import Ranks
 
-SHOWN = 8  # positions in a mesh that a message lists
+SHOWN = 8  # mesh coordinates that a message lists
 log = logging.getLogger("anyrank.load")
 
 Shape: TypeAlias = "tuple[int, ...]"
 Spots: TypeAlias = "dict[Any, dict[Any, set[Shape]]]"
-"""Tensor -> place on its mesh -> shapes of the parts of the ranks there."""
+"""Tensor -> mesh coordinate -> shapes of the parts of the ranks at it."""
 LayoutEntry: TypeAlias = "tuple[Any, Sequence[Any]] | tuple[Any, Sequence[Any], Sequence[Any]]"
 GivenLayout: TypeAlias = "Mapping[str, LayoutEntry] | Callable[[str], LayoutEntry | None] | None"
-"""The values of `layout=`: name or pattern -> (mesh, placements), or a function of the name.
+"""The types of `layout=`: name or pattern -> (mesh, placements), or a function of the name.
 
-The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element gives the
+The mesh is a DeviceMesh, or the global ranks as a tensor or nested lists. A third element lists the
 ranks' parts of the sharded dim, if they are not chunks of equal size: for each position on the mesh
 axis its (start, length) pairs, in the order in which they lie in the part.
 """
@@ -56,7 +56,7 @@ class RankMesh:
     ranks: tuple[int, ...]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The position of a rank; None outside."""
+        """Return the mesh coordinate of a rank; None outside the mesh."""
         if rank not in self.ranks:
             return None
         index = self.ranks.index(rank)
@@ -65,18 +65,18 @@ class RankMesh:
 
 
 def check_layout(layout: object) -> None:
-    """Refuse a value that is not a layout.
+    """Check that a value is a layout.
 
     Raises:
-        TypeError: neither a dict of (mesh, placements), nor a function, nor None.
-        ValueError: parts that overlap, or leave a hole; a mesh with a rank twice.
+        TypeError: it is neither a dict of (mesh, placements), nor a function, nor None.
+        ValueError: parts overlap or leave a gap, or a mesh has duplicate ranks.
     """
     if layout is None or callable(layout):
         return
     if not isinstance(layout, Mapping):
         raise TypeError(
-            "layout= takes a dict of name or pattern to (mesh, placements), or a function of the "
-            f"name, not {type(layout).__name__}"
+            "layout=: expected a dict of name or pattern to (mesh, placements), or a function of "
+            f"the name, got {type(layout).__name__}"
         )
     for name, value in layout.items():
         _checked(str(name), value)
@@ -87,27 +87,28 @@ def _checked(name: str, value: Any) -> tuple[RankMesh, tuple[Placement, ...]]:
 
     Raises:
         TypeError: it is not a layout.
-        ValueError: its parts overlap, or leave a hole; a rank is twice in its mesh.
-        LoadError: a placement that holds no values.
+        ValueError: its parts overlap or leave a gap, or its mesh has duplicate ranks.
+        LoadError: a placement does not hold values.
     """
     mesh: RankMesh | None = None
     placements: Any = None
     if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) in (2, 3):
         mesh, placements = _mesh_of(value[0]), value[1]
     if mesh is None or not isinstance(placements, (tuple, list)):
-        raise WrongType(f"layout= of {name}: give (mesh, placements), not {value!r}")
+        raise WrongType(f"layout= of {name}: expected (mesh, placements), got {value!r}")
     rules = tuple(placement_of(placement, name) for placement in cast("Sequence[Any]", placements))
     if len(mesh.shape) != len(rules):
         raise WrongType(
-            f"layout= of {name}: {len(rules)} placements for a mesh of {len(mesh.shape)} axes"
+            f"layout= of {name}: expected {count(len(mesh.shape), 'placement')}, one per mesh "
+            f"axis, got {len(rules)}"
         )
     if len({*mesh.ranks}) < len(mesh.ranks):
-        raise WrongValue(f"layout= of {name}: a rank is twice in its mesh: {list(mesh.ranks)}")
+        raise WrongValue(f"layout= of {name}: its mesh has duplicate ranks, {list(mesh.ranks)}")
     return mesh, rules if len(value) == 2 else _with_intervals(name, mesh, rules, value[2])
 
 
 def _mesh_of(mesh: Any) -> RankMesh | None:
-    """The ranks of a DeviceMesh, a tensor or nested lists; None for anything else."""
+    """Return the ranks of a DeviceMesh, a tensor or nested lists; None for anything else."""
     try:
         grid = torch.as_tensor(getattr(mesh, "mesh", mesh), device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -128,15 +129,16 @@ def _with_intervals(
         parts = ()
     if len(axes) != 1 or len(parts) != mesh.shape[axes[0]]:
         raise WrongType(
-            f"layout= of {name}: the third element is, for each place on the one axis that shards, "
-            f"a list of (start, length), not {intervals!r}"
+            f"layout= of {name}: expected as third element, for each position on the only mesh "
+            f"axis that shards, a list of (start, length), got {intervals!r}"
         )
     end = 0
     for start, size in sorted(interval for part in parts for interval in part if interval[1]):
         if start != end or size < 0:
             raise WrongValue(
-                f"layout= of {name}: {'a hole' if start > end else 'an overlap'} before element "
-                f"{start} of the sharded dim: each element belongs to one place on the axis"
+                f"layout= of {name}: {'a gap' if start > end else 'an overlap'} before element "
+                f"{start} of the sharded dim. Each element must belong to exactly one position on "
+                "the mesh axis."
             )
         end = start + size
     return tuple(
@@ -146,21 +148,21 @@ def _with_intervals(
 
 
 def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ranks) -> None:
-    """Make plain tensors parts of a whole, as `layout=` says. Each rank alone.
+    """Make plain tensors parts of global tensors, by `layout=`. Does not communicate.
 
-    Along a sharded dim the parts are taken to be equal in size, or the third element of the layout
-    gives their sizes. So one rank's part determines the shape of the whole, until a load knows the
+    Along a sharded dim, the parts are assumed to have the same size, or the third element of the
+    layout tells their sizes. So one rank's part determines the global shape, until a load knows the
     source's shape (`cut_as_source`), or the ranks know all parts (`join_parts`).
 
     Args:
         tensors: the tensors of a model, changed in place; DTensors keep their own layout.
-        layout: the layout given to this rank.
+        layout: the layout that this rank passed.
         ranks: the ranks of the call.
 
     Raises:
-        LoadError: a tensor has no such dim, or another size than its layout says; its mesh lacks
-            this rank, or has ranks that do not take part; a function failed. TypeError, ValueError:
-            a function returned no layout.
+        LoadError: a tensor does not have the dim, or its size does not match its layout; its mesh
+            lacks this rank, or has ranks that do not take part; or a function failed. TypeError,
+            ValueError: a function returned an invalid layout.
     """
     for tensor, mesh, rules in _chosen(tensors, layout):
         tensor.shape = _whole(tensor.name, tuple(tensor.tensor.shape), mesh, rules, ranks)
@@ -168,35 +170,37 @@ def apply_layout(tensors: Sequence[ModelTensor], layout: GivenLayout, ranks: Ran
 
 
 def cut_as_source(tensor: ModelTensor, shape: Shape) -> None:
-    """Make a tensor with a `layout=` part of a whole of the source's shape, if torch cuts so.
+    """Use the source's shape as the global shape of a tensor with a `layout=`, if torch's split
+    fits.
 
-    45 rows on two ranks are 23 and 22: one rank's part alone does not tell how many there are.
+    45 rows on two ranks are 23 and 22, so one rank's part does not tell the total.
     """
     if _is_given(tensor) and tensor.shape != shape and len(tensor.shape) == len(shape):
         assert tensor.layout is not None
         if local_shape(shape, tensor.layout, tensor.coordinate) == tuple(tensor.tensor.shape):
             tensor.shape = shape
-            tensor.__dict__.pop("_cut", None)  # cached for the former shape
+            tensor.__dict__.pop("_cut", None)  # it was cached for the previous shape
 
 
 def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
-    """Make the tensors with a `layout=` parts of the whole that all ranks' parts form. All ranks.
+    """Find the global shapes of tensors with a `layout=` from the parts of all ranks. Collective.
 
-    The parts must be cut as torch would cut that whole.
+    The parts must be those of torch's split of the global tensor.
 
     Args:
-        ends: tensors of one model or of several, the same models in the same order on all ranks;
-            their shapes are changed in place.
+        ends: tensors of one or several models, which must be the same in the same order on every
+            rank; their shapes are changed in place.
         ranks: the ranks of the call.
 
     Raises:
-        LoadError: torch would cut the parts differently; lists each position's. On all ranks.
+        LoadError: torch would split the tensor differently; the error lists the parts. Raised on
+            every rank.
     """
     tensors = [(n, tensor) for n, end in enumerate(ends) for tensor in end if _is_given(tensor)]
     own_spots: Spots = {
         (n, t.name, str(t.layout)): {t.coordinate: {tuple(t.tensor.shape)}} for n, t in tensors
     }
-    # The parts of all places: nobody else knows what a rank's own layout= says.
+    # The parts at all coordinates, because each rank knows only its own layout=.
     spots = ranks.reduce("comparing layout=", own_spots, _join_spots)
 
     def join() -> None:
@@ -208,7 +212,7 @@ def join_parts(ends: Sequence[Sequence[ModelTensor]], ranks: Ranks) -> None:
 
 
 def _join_spots(spots: Spots, others: Spots) -> Spots:
-    """Merge the parts that ranks hold, by tensor and place."""
+    """Merge the parts that ranks hold, by tensor and coordinate."""
     joined = {key: dict(by_spot) for key, by_spot in spots.items()}
     for key, by_spot in others.items():
         known = joined.setdefault(key, {})
@@ -218,7 +222,7 @@ def _join_spots(spots: Spots, others: Spots) -> Spots:
 
 
 def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:
-    """The shape of the whole of which each position in the mesh holds a part.
+    """Return the global shape of a tensor from the parts at each mesh coordinate.
 
     Raises:
         LoadError: as for `join_parts`.
@@ -226,7 +230,7 @@ def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:
     layout = tensor.layout
     assert layout is not None
     if len(spots) < math.prod(layout.mesh_shape):
-        return tensor.shape  # a position without a rank is refused when the ranks are compared
+        return tensor.shape  # a coordinate without a rank is an error when the ranks are compared
     shape = list(tensor.tensor.shape)
     axes = list(zip(layout.placements, layout.mesh_shape, strict=True))
     for dim in range(len(shape)):
@@ -237,10 +241,10 @@ def _joined(tensor: ModelTensor, spots: Mapping[Any, set[Shape]]) -> Shape:
         parts = [f"{list(spot)}: {_listed(known)}" for spot, known in sorted(spots.items())]
         cuts = [f"{list(spot)}: {list(part)}" for spot, part in sorted(cut.items())]
         raise LoadError(
-            f"{tensor.name}: the ranks at the places of the mesh of its layout= hold "
-            f"{', '.join(first_few(parts, SHOWN))}, and torch cuts a whole of {shape} into "
-            f"{', '.join(first_few(cuts, SHOWN))}: for another cut give each place's "
-            "(start, length) as the third element of the layout"
+            f"{tensor.name}: at the mesh coordinates of its layout=, the ranks hold "
+            f"{', '.join(first_few(parts, SHOWN))}, but an even split of shape {shape} gives "
+            f"{', '.join(first_few(cuts, SHOWN))}. If the split is uneven, pass the (start, "
+            "length) of each position as the third element of the layout."
         )
     return tuple(shape)
 
@@ -250,22 +254,22 @@ def _listed(parts: Iterable[Shape]) -> str:
 
 
 def misfit_of_parts(tensor: ModelTensor, stored: StoredTensor) -> str | None:
-    """Explain why a part does not fit the source's tensor; None for tensors of other layouts."""
+    """Return the error text for a part that does not match the source; None for other layouts."""
     layout, part, shape = tensor.layout, list(tensor.tensor.shape), stored.shape
     if layout is None or not _is_given(tensor) or len(part) != len(shape):
         return None
     spots = itertools.product(*map(range, layout.mesh_shape))
     cuts = [f"{list(spot)}: {list(local_shape(shape, layout, spot))}" for spot in spots]
     return (
-        f"{tensor.name}: this rank, at {list(tensor.coordinate or ())} of the mesh of its layout=, "
-        f"holds {part}, and the source {list(shape)} ({stored.name}), of which the places hold "
-        f"{', '.join(first_few(cuts, SHOWN))} as torch cuts it: for another cut give each place's "
-        "(start, length) as the third element of the layout"
+        f"{tensor.name}: this rank, at mesh coordinate {list(tensor.coordinate or ())} of its "
+        f"layout=, holds {part}, but the source has {list(shape)} ({stored.name}), and an even "
+        f"split gives {', '.join(first_few(cuts, SHOWN))}. If the split is uneven, pass the "
+        "(start, length) of each position as the third element of the layout."
     )
 
 
 def _is_given(tensor: ModelTensor) -> bool:
-    """Return whether a `layout=` makes a tensor one of equal parts, or of those that torch cuts."""
+    """Return whether a tensor has a `layout=` with an even split, and not with explicit parts."""
     layout = tensor.layout
     if layout is None or not layout.is_given:
         return False
@@ -275,16 +279,17 @@ def _is_given(tensor: ModelTensor) -> bool:
 def check_parts(
     layouts: Iterable[tuple[str, Layout | None]], coordinates: Mapping[int, Coordinates]
 ) -> None:
-    """Refuse parts of which the ranks' own `layout=` make no whole.
+    """Check that the parts that the ranks declare by `layout=` add up to one tensor.
 
-    Each position in the mesh must belong to the same number of ranks.
+    Each mesh coordinate must have the same number of ranks.
 
     Args:
         layouts: name and layout of each tensor.
-        coordinates: coordinates of every rank that has them.
+        coordinates: coordinates of every rank that has the tensors.
 
     Raises:
-        LoadError: names the tensor, and which ranks have the same part. The same on all ranks.
+        LoadError: they do not; the error names the tensor, and the ranks with the same part. The
+            same on every rank.
     """
     for index, (name, layout) in enumerate(layouts):
         if layout is None or not layout.is_given:
@@ -298,13 +303,14 @@ def check_parts(
                 f"{list(coordinate)}: {ranks}" for coordinate, ranks in holders.items()
             )
             raise LoadError(
-                f"{name}: the ranks' layout= make no whole: the ranks at each place of its mesh "
-                f"of {list(layout.mesh_shape)} are {parts}: give all ranks of a mesh the same list"
+                f"{name}: the parts that the ranks declare by layout= do not add up to one tensor. "
+                f"The ranks at the coordinates of its mesh of shape {list(layout.mesh_shape)} are "
+                f"{parts}. Pass the same list of ranks on every rank of a mesh."
             )
 
 
 def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> list[ModelTensor]:
-    """The tensors of a model, as the parts that the layout declares. Each rank alone.
+    """Return the tensors of a model, as the parts that the layout declares. Does not communicate.
 
     Raises:
         LoadError, TypeError, ValueError: as for `apply_layout`.
@@ -316,25 +322,27 @@ def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> 
 
 
 def warn_of_unused(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
-    """Warn of names and patterns that no tensor has, if this rank has tensors of each end.
+    """Warn about names and patterns that match no tensor, if this rank has tensors of each end.
 
-    It is not an error, because ranks with other parts of a model may get the same layout.
+    It is not an error, because ranks with different parts of a model may pass the same layout.
     """
     if not isinstance(layout, Mapping) or not all(ends):
         return
     find = _finder(layout)
     used = {key for tensors in ends for tensor in tensors for key in find(_names(tensor))}
     if unused := [str(key) for key in layout if key not in used]:
-        log.warning("layout= names %s, which no tensor of this rank has", ", ".join(unused[:10]))
+        log.warning(
+            "layout= names %s, which matches no tensor of this rank", ", ".join(unused[:10])
+        )
 
 
 def _names(tensor: ModelTensor) -> list[str]:
-    """All names of a tensor, also without the `module.` of a wrapper that is not torch's own."""
+    """Return all names of a tensor, also without the `module.` of wrappers other than torch's."""
     return list(dict.fromkeys(name for raw in tensor.flat_names() for name in candidates(raw)))
 
 
 def _finder(layout: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list[str]]:
-    """Make a function from a tensor's names to the keys for it: names first, then patterns."""
+    """Return a function that maps a tensor's names to the keys that match: names, then patterns."""
     patterns = [
         (key, re.compile(fnmatch.translate(key)).match) for key in layout if {*key} & {*"*?["}
     ]
@@ -347,7 +355,7 @@ def _finder(layout: Mapping[str, LayoutEntry]) -> Callable[[Sequence[str]], list
 
 
 def _answer(function: Callable[[str], Any], name: str) -> Any:
-    """The answer of a user's function for a name."""
+    """Return the result of a user's function for a name."""
     try:
         return function(name)
     except Exception as error:
@@ -357,12 +365,12 @@ def _answer(function: Callable[[str], Any], name: str) -> Any:
 def _chosen(
     tensors: Sequence[ModelTensor], layout: GivenLayout
 ) -> Iterator[tuple[ModelTensor, RankMesh, Layout]]:
-    """Each plain tensor that has a layout, with its mesh and the layout."""
+    """Yield each plain tensor that has a layout, with its mesh and the layout."""
     if layout is None:
         return
     entries = layout if isinstance(layout, Mapping) else {}
     find = _finder(entries)
-    known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; keeps its object alive
+    known: dict[int, tuple[Any, RankMesh, Layout]] = {}  # by identity; keeps the object alive
     for tensor in tensors:
         names = _names(tensor)
         if callable(layout):
@@ -379,7 +387,7 @@ def _chosen(
 
 
 def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks) -> Shape:
-    """The shape of the whole of which this rank holds a part.
+    """Return the global shape of a tensor of which this rank holds a part.
 
     Raises:
         LoadError: as for `apply_layout`.
@@ -387,12 +395,13 @@ def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks)
     coordinate = mesh.coordinate(ranks.rank)
     if coordinate is None:
         raise LoadError(
-            f"{name}: rank {ranks.rank} holds {list(part)}, and is not in the mesh of its layout=, "
+            f"{name}: rank {ranks.rank} holds {list(part)}, but is not in the mesh of its layout=, "
             f"whose ranks are {list(mesh.ranks)}"
         )
     if absent := sorted({*mesh.ranks}.difference(ranks.ranks)):
         raise LoadError(
-            f"{name}: its layout= has rank {absent[0]} in its mesh, which takes no part in the call"
+            f"{name}: the mesh of its layout= has rank {absent[0]}, which does not take part in "
+            "the call"
         )
     shape = list(part)
     for size, rule in zip(layout.mesh_shape, layout.placements, strict=True):
@@ -400,8 +409,8 @@ def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks)
             continue
         if not 0 <= rule.dim < len(part):
             raise LoadError(
-                f"{name}: layout= shards dim {rule.dim} of a tensor of {len(part)} dims: count "
-                "dims from 0"
+                f"{name}: layout= shards dim {rule.dim}, but the tensor has "
+                f"{count(len(part), 'dim')}; dims are counted from 0"
             )
         if isinstance(rule, IntervalShard):
             shape[rule.dim] = sum(size for parts in rule.intervals for _, size in parts)
@@ -410,7 +419,7 @@ def _whole(name: str, part: Shape, mesh: RankMesh, layout: Layout, ranks: Ranks)
     expected = local_shape(shape, layout, coordinate)
     if part != expected:
         raise LoadError(
-            f"{name}: rank {ranks.rank} holds {list(part)}, and its part of {shape} by layout= is "
-            f"{list(expected)}: there is a hole or an overlap"
+            f"{name}: rank {ranks.rank} holds {list(part)}, but its part of {shape} according to "
+            f"layout= is {list(expected)}, so there is a gap or an overlap"
         )
     return tuple(shape)

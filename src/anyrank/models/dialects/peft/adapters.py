@@ -1,8 +1,8 @@
-"""PEFT's adapters and the base under them: merged layers, and an adapter's first values.
+"""PEFT's adapters and their base: merged layers, and initial values of adapters.
 
-An adapter starts with PEFT's first values, which may depend on the base weights. Those of plain
-LoRA do not: A is drawn, B is zeros, or both are drawn. Every other adapter is refused if it is on
-meta, or would stay while its base is exchanged: load the base first, and make the adapter after it.
+An adapter starts with PEFT's initial values, which may depend on the base weights. Those of plain
+LoRA do not: A is drawn and B is zeros, or both are drawn. Any other adapter is an error if it is on
+meta, or if it would stay while its base is replaced: load the base first, then create the adapter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from anyrank.models.dialects.peft.names import is_adapter_layer, is_peft
 from anyrank.models.wrappers import ModelTensor, Registration, plain_class
 from anyrank.tensors.spec import StoredTensor
 
-BASE_FIRST = "load the base first, then make the adapter"
-KNOWN_CHOICES = (True, False, "gaussian")  # init_lora_weights whose values need no base
-# Others (PiSSA, OLoRA, LoftQ, ...) take the adapter's first values out of the base weights.
+BASE_FIRST = "load the base first, then create the adapter"
+KNOWN_CHOICES = (True, False, "gaussian")  # values of init_lora_weights that do not need the base
+# Others (PiSSA, OLoRA, LoftQ, ...) subtract the adapter's initial values from the base weights.
 KEEP_THE_BASE = (*KNOWN_CHOICES, None, "eva", "mica", "orthogonal")
 INIT = "init_lora_weights"
-# What a configuration may say otherwise without changing what the adapter computes: where it was
-# made, and which tensors it has, as those are compared.
+# Settings that do not change what the adapter computes: where it was made, and which tensors it
+# has, because the tensors themselves are compared.
 FREE = frozenset(
     {
         *("base_model_name_or_path", "inference_mode", "revision", "peft_version", "task_type"),
@@ -37,10 +37,10 @@ FREE = frozenset(
 
 
 def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
-    """The names of PEFT layers whose base weights contain their adapters.
+    """Return the names of PEFT layers whose base weights contain their adapters.
 
-    `unmerge` of other base weights, or with other adapters, would subtract something that was not
-    added.
+    `unmerge` of different base weights, or with different adapters, would subtract something that
+    was not added.
     """
     return sorted(
         {
@@ -53,7 +53,7 @@ def merged_layers(targets: Iterable[ModelTensor]) -> list[str]:
 
 
 def is_below_merged(entry: Registration) -> bool:
-    """Return whether a PEFT layer that contains a tensor has its adapter merged into it."""
+    """Return whether a tensor is in a PEFT layer into which an adapter is merged."""
     return any(is_peft(module) and getattr(module, "merged", False) for module in entry.path)
 
 
@@ -63,10 +63,9 @@ def unknown_adapters(
     initialize: Collection[int],
     keep: Collection[int],
 ) -> list[str]:
-    """Names of adapters, other than plain LoRA, that lack first values or would lose their base.
+    """Return the names of adapters, except plain LoRA, that lack initial values or their base.
 
-    The first would need first values; the second would stay on another base than they were made
-    for.
+    The second kind would stay on a different base than the one that they were made for.
 
     Args:
         tensors: the tensors of the model.
@@ -74,7 +73,9 @@ def unknown_adapters(
         initialize: tensors that a rule is to fill.
         keep: tensors that keep their values.
     """
-    based: dict[int, bool] = {}  # layer whose base is filled -> from a file of the base alone
+    based: dict[
+        int, bool
+    ] = {}  # layer whose base is filled -> whether from a file of only the base
     for index, source in stored.items() if any(t.adapter for t in tensors) else ():
         for entry in () if tensors[index].adapter else tensors[index].registrations:
             layer = _adapter_layer(entry)
@@ -87,9 +88,9 @@ def unknown_adapters(
         if not tensor.adapter or _is_plain_lora(entry):
             continue
         layer = _adapter_layer(entry)
-        # Or it is a buffer that no file holds, and that PEFT may have computed.
+        # Or it is a buffer that no file has, and that PEFT may have computed.
         stays = index in keep or (index not in stored and tensor.dtype.is_floating_point)
-        # PiSSA and others have taken the adapter out of the base weights.
+        # PiSSA and others have subtracted the adapter from the base weights.
         of_rest = _choice_of(entry) not in KNOWN_CHOICES and based.get(id(layer), False)
         if index in initialize or (id(layer) in based and stays) or of_rest:
             unknown.append(tensor.name)
@@ -97,25 +98,27 @@ def unknown_adapters(
 
 
 def _adapter_layer(entry: Registration) -> nn.Module | None:
-    """The PEFT layer above a tensor, or the whole PEFT model."""
+    """Return the PEFT layer above a tensor, or the whole PEFT model."""
     return next((m for m in reversed(entry.path) if is_adapter_layer(m)), None)
 
 
 def lora_rule(
     layer: nn.Module, stand_in: Any, entry: Registration
 ) -> tuple[str, Callable[[], object]] | None:
-    """PEFT's rule for a factor of a new LoRA adapter; None if it keeps the constructor's values.
+    """Return PEFT's rule for a new LoRA factor; None if it keeps the constructor's values.
 
     Args:
-        layer: the model's PEFT layer, around the adapted module.
-        stand_in: the same layer with memory for the wanted tensor.
-        entry: the place of the tensor.
+        layer: the PEFT layer of the model, around the adapted module.
+        stand_in: the same layer with memory for the tensor.
+        entry: the entry of the tensor.
 
     Raises:
-        LoadError: another adapter.
+        LoadError: the adapter is not plain LoRA.
     """
     if not _is_plain_lora(entry):
-        raise LoadError(f"{entry.name}: is not in the source, and is no plain LoRA: {BASE_FIRST}")
+        raise LoadError(
+            f"{entry.name}: is missing from the source, and is not plain LoRA; {BASE_FIRST}"
+        )
     choice = _choice_of(entry)
     if choice is False:
         return None
@@ -124,7 +127,7 @@ def lora_rule(
 
 
 def _is_plain_lora(entry: Registration) -> bool:
-    """Return whether a tensor is a factor of LoRA whose first value is known."""
+    """Return whether a tensor is a LoRA factor whose initial value is known."""
     parts = entry.raw.split(".")
     layer = _adapter_layer(entry)
     is_lora = layer is not None and plain_class(layer).__module__.startswith("peft.tuners.lora.")
@@ -132,28 +135,28 @@ def _is_plain_lora(entry: Registration) -> bool:
     if not is_lora or choice not in KNOWN_CHOICES:
         return False
     if {"lora_embedding_A", "lora_embedding_B"}.intersection(parts):
-        return choice is not False  # False leaves them as torch.randn made them
+        return choice is not False  # with False they keep the values of torch.randn
     variant = getattr(layer, "lora_variant", {}).get(_adapter_of(entry)[0])  # DoRA and others
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
 def _what_base_lost(choice: object) -> object:
-    """The `init_lora_weights` that changed the base under an adapter; None if none did."""
+    """Return the `init_lora_weights` if it has changed the base of an adapter, else None."""
     choice = choice.lower() if isinstance(choice, str) else choice  # PEFT ignores case
     return None if choice in KEEP_THE_BASE else choice
 
 
 def other_settings(config: Any, saved: Mapping[str, Any], free: Collection[str]) -> list[str]:
-    """Where the configuration of a model's adapter computes otherwise than a saved one: what load
-    and `integrations.peft` ask whether an adapter means what the model means.
+    """Return the settings with which a model's adapter computes differently than a saved one. load
+    and `integrations.peft` check this.
 
     Args:
         config: configuration of the model's adapter.
-        saved: what adapter_config.json says. What it leaves out has PEFT's default there.
+        saved: contents of adapter_config.json; missing settings have PEFT's defaults.
         free: settings that may differ.
 
     Returns:
-        Each difference, in words.
+        A text for each difference.
     """
     others: list[str] = []
     for setting in fields(config):
@@ -166,20 +169,20 @@ def other_settings(config: Any, saved: Mapping[str, Any], free: Collection[str])
             now, then = _what_base_lost(now), _what_base_lost(then)
         if now != then:
             was = saved.get(name, default)
-            others.append(f"{name} is {getattr(config, name)!r}, and was {was!r}")
+            others.append(f"{name} is {getattr(config, name)!r}, but was saved with {was!r}")
             if name not in saved:
-                others[-1] += ", which PEFT takes where the file leaves it out"
+                others[-1] += ", PEFT's default for a missing setting"
     return others
 
 
 def settings_of(
     filled: Iterable[tuple[ModelTensor, StoredTensor]], saved: Mapping[int, Mapping[str, Any]]
 ) -> list[str]:
-    """`other_settings` of the adapters that are filled.
+    """Return `other_settings` of the adapters that are filled.
 
     Args:
-        filled: tensors that get values, and these values; only adapters' count.
-            saved: index of their file -> the configuration beside it.
+        filled: tensors that get values, with these values; only those of adapters count. saved:
+            index of their file -> the adapter_config.json next to it.
     """
     asked: dict[tuple[int, int], tuple[Any, Mapping[str, Any]]] = {}
     for target, stored in filled if saved else ():
@@ -198,7 +201,7 @@ def _default_of(setting: Field[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a configuration as JSON has it; nothing and empty are alike."""
+    """Return a value of a configuration in JSON's form; missing and empty values are the same."""
     value = sorted(value) if isinstance(value, set | frozenset) else value
     value = value.to_dict() if hasattr(value, "to_dict") else value
     value = value.value if isinstance(value, Enum) else value
@@ -206,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 
 def _adapter_of(entry: Registration) -> tuple[str, Any]:
-    """The name of the adapter that a tensor belongs to, and its configuration."""
+    """Return the name and the configuration of the adapter to which a tensor belongs."""
     owner: Any = next((module for module in entry.path if hasattr(module, "peft_config")), None)
     configs: Mapping[str, Any] = {} if owner is None else owner.peft_config
     parts = entry.raw.split(".")
@@ -215,5 +218,5 @@ def _adapter_of(entry: Registration) -> tuple[str, Any]:
 
 
 def _choice_of(entry: Registration) -> Any:
-    """The way in which the adapter that a tensor belongs to gets its first values."""
+    """Return how the adapter to which a tensor belongs gets its initial values."""
     return getattr(_adapter_of(entry)[1], INIT, True)

@@ -1,4 +1,4 @@
-"""The products that merging a model's LoRA adapters adds to its weights."""
+"""The products that a merge of LoRA adapters adds to a model's weights."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from anyrank.models.dialects.peft.names import is_peft
 from anyrank.models.overlaps import twins_of
 from anyrank.models.wrappers import ModelTensor, Registration, plain_class
 
-LORA_KINDS = ("Linear", "Embedding")  # classes of peft.tuners.lora whose products are added
+LORA_KINDS = ("Linear", "Embedding")  # classes of peft.tuners.lora whose products can be added
 SCALED = ("peft.tuners.lora.", "peft.tuners.loha.", "peft.tuners.lokr.")  # by alpha and r
-MERGE_BEFORE = "merge with PEFT (merge_and_unload) before"
+MERGE_BEFORE = "merge with PEFT (merge_and_unload) first"
 
 
 def is_merged(tensor: ModelTensor) -> bool:
-    """Return whether PEFT has added an adapter to a base weight, and can subtract it again."""
+    """Return whether PEFT has merged an adapter into a base weight, and can unmerge it."""
     return any(
         "base_layer" in entry.raw and is_below_merged(entry) for entry in tensor.registrations
     )
 
 
 def scaling_of(tensor: ModelTensor) -> float | None:
-    """PEFT's factor for the product of a LoRA layer's factors, of which this tensor is one."""
+    """Return PEFT's scaling of the product of LoRA factors, for a tensor that is one of them."""
     layer, adapter = _scaled_layer(tensor)
     return None if adapter is None else float(layer.scaling[adapter])
 
 
 def other_scales(tensors: Iterable[ModelTensor]) -> list[str]:
-    """Where a model scales an adapter otherwise than its configuration says, in words: a folder
-    holds the configuration alone. This is what load and `integrations.peft` ask.
+    """Return the error texts for adapters whose scaling differs from their configuration. A PEFT
+    folder has only the configuration, so load and `integrations.peft` check this.
     """
     lines: list[str] = []
     for tensor in tensors:
@@ -47,23 +47,23 @@ def other_scales(tensors: Iterable[ModelTensor]) -> list[str]:
         scale, configured = layer.scaling[adapter], as_configured.scaling[adapter]
         if scales_differ(scale, configured):
             lines.append(
-                f"{tensor.name}: its adapter is scaled by {scale:g} in the model, and by "
-                f"{configured:g} by its configuration"
+                f"{tensor.name}: its adapter is scaled by {scale:g} in the model, but by "
+                f"{configured:g} according to its configuration"
             )
     return lines
 
 
 def scales_differ(scale: float, other: float) -> bool:
     """Return whether two scales differ by more than the rounding of a scale that was multiplied and
-    divided again, as diffusers does for a call.
+    divided again, which diffusers does for a call.
     """
     return not math.isclose(scale, other, rel_tol=1e-9)
 
 
 def _scaled_layer(tensor: ModelTensor) -> tuple[Any, str | None]:
-    """The PEFT layer that scales an adapter's tensor, and the adapter's name; None if none does."""
+    """Return the PEFT layer that scales an adapter's tensor, or None; and the adapter's name."""
     path, parts = tensor.registrations[0].path, tensor.name.split(".")
-    # The innermost, because a layer around another one has a scale of its own.
+    # The innermost, because a layer around another one has its own scale.
     layer: Any = next((m for m in reversed(path) if is_peft(m) and hasattr(m, "scaling")), None)
     if layer is None or not tensor.adapter:
         return None, None
@@ -75,11 +75,11 @@ class Factors:
     """One adapter of one weight.
 
     Attributes:
-        adapter: its name.
+        adapter: name of the adapter.
         a, b: positions of the factors among the model's tensors.
-        scaling: PEFT's scaling, including rsLoRA's root and everything that the user has set.
+        scaling: PEFT's scaling, including rsLoRA's square root and changes by the user.
         transposed: whether the weight is stored [in, out].
-        narrows: whether the product is rounded to the weight's dtype before it is added.
+        narrows: whether the product is cast to the weight's dtype before it is added.
     """
 
     adapter: str
@@ -95,8 +95,8 @@ class Lora:
     """The adapters of a model.
 
     Attributes:
-        added: position of a weight -> its adapters, in the order in which they are added.
-        dropped: positions of tensors that a merged model lacks, other than the factors above.
+        added: position of a weight -> its adapters, in the order of the additions.
+        dropped: positions of other tensors that a merged model does not have.
     """
 
     added: Mapping[int, tuple[Factors, ...]]
@@ -104,10 +104,10 @@ class Lora:
 
 
 def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
-    """Find the products that merging a model's active adapters adds, and to which weight.
+    """Find the products that a merge of the active adapters adds, and to which weights.
 
     Raises:
-        LoadError: an adapter that is not plain LoRA, or that changes one name of a tied weight.
+        LoadError: an adapter is not plain LoRA, or changes only one name of a tied weight.
     """
     numbers = {id(tensor.tensor): index for index, tensor in enumerate(tensors)}
     added: dict[int, tuple[Factors, ...]] = {}
@@ -146,9 +146,9 @@ def find_lora(tensors: Sequence[ModelTensor]) -> Lora:
 
 
 def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
-    """The tensors of a model whose active adapters are all merged, under the base's names.
+    """Return the tensors of a model whose active adapters are all merged, with the base's names.
 
-    None if an adapter is not merged, or uses a method that adds to no weight.
+    Return None if an adapter is not merged, or uses a method that does not change weights.
     """
     kept: list[ModelTensor] = []
     for tensor in tensors:
@@ -165,8 +165,8 @@ def as_merged(tensors: Sequence[ModelTensor]) -> list[ModelTensor] | None:
 
 
 def _is_all_merged(entry: Registration) -> bool:
-    """Return whether the layer of an adapter's tensor holds every active adapter in its weight."""
-    # The innermost, because a wrapper around trained rows answers only partly for the layer in it.
+    """Return whether the layer of an adapter's tensor has merged every active adapter."""
+    # The innermost, because a wrapper around trained rows describes only a part of the inner layer.
     layer: Any = next((m for m in reversed(entry.path) if hasattr(m, "merged_adapters")), None)
     if layer is None or disabled(layer):
         return False
@@ -176,7 +176,7 @@ def _is_all_merged(entry: Registration) -> bool:
 
 
 def merged_names(tensor: ModelTensor) -> list[str]:
-    """The names of a tensor in the merged model, which has no original of a trained copy."""
+    """Return the names of a tensor in the merged model, which has trained copies as originals."""
     return [_merged_name(entry) for entry in tensor.registrations if _is_in_merged_model(entry)]
 
 
@@ -184,20 +184,20 @@ def _merged_name(entry: Registration) -> str:
     parts = entry.name.split(".")
     if "modules_to_save" in parts:
         n = parts.index("modules_to_save")
-        del parts[n : n + 2]  # together with the adapter's name
+        del parts[n : n + 2]  # and the adapter's name
     return ".".join(parts)
 
 
 def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors, ...]:
-    """The adapters of a layer that are active, and not merged yet.
+    """Return the adapters of a layer that are active and not merged yet.
 
     Raises:
-        LoadError: an adapter that is not plain LoRA.
+        LoadError: an adapter is not plain LoRA.
     """
     kind = plain_class(layer)
     if what := other_than_lora(layer):
         raise LoadError(
-            f"{name}: is of {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
+            f"{name}: belongs to {what}, but merge=True supports only plain LoRA; {MERGE_BEFORE}"
         )
     if problem := disabled(layer):
         raise LoadError(f"{name}: {problem}")
@@ -213,7 +213,7 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
             continue
         if what := other_than_lora(layer, adapter):
             raise LoadError(
-                f"{name}: has {what}, and merge=True adds plain LoRA alone: {MERGE_BEFORE}"
+                f"{name}: has {what}, but merge=True supports only plain LoRA; {MERGE_BEFORE}"
             )
         a, b = (table[adapter] if is_embedding else table[adapter].weight for table in tables)
         transposed = is_embedding or bool(layer.fan_in_fan_out)
@@ -225,23 +225,21 @@ def _factors(name: str, layer: Any, numbers: Mapping[int, int]) -> tuple[Factors
 
 
 def disabled(layer: Any) -> str | None:
-    """Why a layer of PEFT has nothing to merge, in words, if its adapters are disabled. This is
-    what sync, convert and `integrations.peft.merge` ask.
+    """Return the error text for a PEFT layer whose adapters are disabled, or None. sync, convert
+    and `integrations.peft.merge` check this.
     """
     if not layer.disable_adapters:
         return None
-    return (
-        "its adapters are disabled: enable them, or take the model that PEFT's unload() leaves, "
-        "as it is"
-    )
+    return "its adapters are disabled; enable them, or pass the result of PEFT's unload()"
 
 
 def other_than_lora(layer: Any, adapter: str = "") -> str | None:
-    """Say how a layer of PEFT, or one of its adapters, differs from plain LoRA; None if it is.
+    """Return how a PEFT layer, or one of its adapters, differs from plain LoRA; None if it does
+    not.
 
     Args:
         layer: layer of PEFT.
-        adapter: adapter of the layer; "" to judge its class alone.
+        adapter: adapter of the layer; "" to check only the class.
     """
     kind = plain_class(layer)
     if kind.__name__ not in LORA_KINDS or not kind.__module__.startswith("peft.tuners.lora."):
@@ -252,18 +250,18 @@ def other_than_lora(layer: Any, adapter: str = "") -> str | None:
 
 
 def _check_weight(weight: ModelTensor) -> None:
-    """Raise LoadError for a weight to which nothing can be added."""
+    """Raise LoadError for a weight to which no adapter can be added."""
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
         raise LoadError(f"{weight.name}: is {weight.dtype}, to which no adapter can be added")
 
 
 def changes_one_name(weight: ModelTensor, layers: Sequence[Any]) -> str | None:
-    """Why an adapter cannot be added to a weight that the model ties, in words; None where all
-    names of it are adapted alike. This is what sync and `integrations.peft.merge` ask.
+    """Return the error text for an adapter that cannot be added to a tied weight; None if all of
+    its names have the same adapter. sync and `integrations.peft.merge` check this.
 
     Args:
         weight: weight of the base.
-        layers: layers of PEFT, which add the same product to it.
+        layers: PEFT layers, which add the same product to it.
     """
     bases = {id(layer.get_base_layer()) for layer in layers}
     names = [entry.name for entry in weight.registrations if id(entry.module) not in bases]
@@ -271,16 +269,16 @@ def changes_one_name(weight: ModelTensor, layers: Sequence[Any]) -> str | None:
         return None
     adapted = next(entry.name for entry in weight.registrations if id(entry.module) in bases)
     return (
-        f"{adapted}: is tied with {', '.join(names)}, and its adapter changes one of them: untie "
-        "them first (a copy in the base, tie_word_embeddings=False), adapt both alike "
-        "(ensure_weight_tying=True), or leave the layer out of the adapter"
+        f"{adapted}: is tied with {', '.join(names)}, but its adapter changes only one of them. "
+        "Untie them first (a copy in the base, tie_word_embeddings=False), adapt both in the same "
+        "way (ensure_weight_tying=True), or leave the layer out of the adapter."
     )
 
 
 def _are_tied(
     factors: Sequence[Factors], others: Sequence[Factors], twins: Mapping[int, int]
 ) -> bool:
-    """Return whether two layers add the same, because their factors are each other's transposed."""
+    """Return whether two layers add the same product, because their factors are transposes."""
     if len(factors) != len(others):
         return False
     return all(
@@ -291,7 +289,7 @@ def _are_tied(
 
 
 def _is_in_merged_model(entry: Registration) -> bool:
-    """Return whether the merged model has a tensor: not the original of a trained copy."""
+    """Return whether the merged model has a tensor: not if it is the original of a trained copy."""
     parts = entry.raw.split(".")
     for depth, module in enumerate(entry.path):
         copies = module.__dict__["_modules"].get("modules_to_save")

@@ -1,8 +1,7 @@
-"""Names that PEFT adds to a model's names, and which tensors belong to adapters.
+"""PEFT's additions to a model's names, and which tensors belong to adapters.
 
-PEFT has no public interface for these questions, so this package looks at the attributes of PEFT's
-modules, and is the only one that does. The part that a file's key alone tells about PEFT is in
-`tensors/names.py`.
+PEFT has no public interface for these questions, so this package, and no other, reads attributes of
+PEFT's modules. What a key in a file tells about PEFT is in `tensors/names.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,11 @@ from anyrank.models.wrappers import Path, Registration, plain_of
 from anyrank.tensors.names import PEFT_SEGMENTS
 from anyrank.versions import warn_if_untested
 
-PROMPTS = ["prompt_encoder", "embedding", "weight"]  # prompt methods' names, less the adapter's
+PROMPTS = [
+    "prompt_encoder",
+    "embedding",
+    "weight",
+]  # names of prompt methods, without the adapter's
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -29,7 +32,7 @@ def _is_peft_class(kind: type[nn.Module]) -> bool:
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer that PEFT has put around one of the model's."""
+    """Return whether a module is a PEFT layer around a layer of the model."""
     return is_peft(module) and hasattr(module, "active_adapters")
 
 
@@ -41,15 +44,15 @@ class PeftNaming:
         return is_peft(module)
 
     def part_of(self, module: nn.Module, child: str, path: Path) -> str:
-        """Return what a child adds to names. A layer around a layer of PEFT, as for two parameters
-        of one module, keeps the inner one's `base_layer`: both have a lora_A.
+        """Return the addition of a child to names. A PEFT layer around another one, such as for two
+        parameters of one module, keeps the inner one's `base_layer`, because both have a lora_A.
         """
         if _hides(module, child):
             return ""
         return ".".join([*["base_layer"] * _layers_around(module, path), child])
 
     def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
-        """The names, without the adapter's, under which PEFT saves a tensor."""
+        """Return the names, without the adapter's, under which PEFT saves a tensor."""
         warn_if_untested("peft")
         layer = next((m for m in path if is_adapter_layer(m)), None)
         active: set[str] = set(getattr(layer, "active_adapters", ()))
@@ -68,8 +71,8 @@ class PeftNaming:
     def is_added(self, entry: Registration) -> bool:
         """Return whether a tensor belongs to an adapter.
 
-        Such tensors are below a PEFT layer, but not in the module that it wraps, or beside the
-        model in the PEFT module that holds all of it (prompts, tables that layers share).
+        Such tensors are below a PEFT layer, but not in the module that it wraps; or next to the
+        model in the PEFT module around it (prompts, tables that layers share).
         """
         parts = entry.raw.split(".")
         for depth, module in enumerate(entry.path):
@@ -85,7 +88,7 @@ class PeftNaming:
 
 
 def _hides(module: nn.Module, child: str) -> bool:
-    """Return whether PEFT, and not the model's author, gave a child its name."""
+    """Return whether a child's name is from PEFT, and not from the model's author."""
     if not is_peft(module):
         return False
     if child == "base_model":
@@ -96,7 +99,7 @@ def _hides(module: nn.Module, child: str) -> bool:
 
 
 def _layers_around(module: nn.Module, path: Path) -> int:
-    """How many layers of PEFT have this one, the last of the path, for the next one's base."""
+    """Return how many PEFT layers wrap the last layer of the path, one inside the other."""
     count = 0
     for outer in reversed(path[:-1]):
         if (
@@ -109,7 +112,7 @@ def _layers_around(module: nn.Module, path: Path) -> int:
 
 
 def _is_saved_whole(encoder: nn.Module) -> bool:
-    """Return whether PEFT saves a prompt encoder's embedding itself, not values computed of it."""
+    """Return whether PEFT saves a prompt encoder's embedding, and not values computed from it."""
     return all(name == "embedding" for name, _ in encoder.named_children()) and not any(
         True for _ in encoder.parameters(recurse=False)
     )

@@ -1,1 +1,1 @@
-"""transformers: renamed and fused keys, quantized files."""
+"""transformers: renamed and fused keys, and quantized files."""

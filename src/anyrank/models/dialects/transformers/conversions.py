@@ -1,8 +1,8 @@
-"""The key conversions that a transformers model carries, run on headers instead of tensors.
+"""The key conversions of transformers models, which run on headers instead of tensors.
 
-transformers renames keys and fuses, stacks or splits tensors while it loads. Its own patterns and
-operations are used here, applied to symbolic tensors, so that fused experts are read row by row
-like any other tensor. Used only if the process has imported transformers.
+transformers renames keys, and fuses, stacks or splits tensors while it loads. Its own patterns and
+operations are applied here to symbolic tensors, so that fused experts are read row by row like any
+other tensor. This is used only if the process has imported transformers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested
 from anyrank.wording import listed
 
-# Formats that transformers writes, always with its file naming, by their names in FORMATS of
-# weight_files.py. Other formats may hold live names too.
+# Formats that transformers writes, always with its names for files, by their names in FORMATS of
+# weight_files.py. Other formats may also contain names of the live model.
 FILE_NAMED = ("safetensors",)
-# Buffers that are no longer saved; transformers ignores them in files of any model that has some.
+# Buffers that are no longer saved; transformers ignores them in files of any model that has them.
 OLD_BUFFERS = (r"rotary_emb\.inv_freq", "position_ids")
 CODE = {
     "conversion_mapping": ("get_model_conversion_mapping",),
@@ -46,11 +46,11 @@ CODE = {
 
 
 class ConvertedNames(Dialect):
-    """The names of a transformers model's tensors in files."""
+    """The names that tensors of transformers models have in files."""
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether the process has transformers models at all."""
+        """Return whether the process can have transformers models."""
         return "transformers.modeling_utils" in sys.modules
 
     def __init__(self, case: Case) -> None:
@@ -60,11 +60,11 @@ class ConvertedNames(Dialect):
         self.prefix = getattr(self.inner, "base_model_prefix", "")
 
     def names(self, listing: Listing, rename: Renamer) -> tuple[Listing, Renamer]:
-        """The source under the names of the live model."""
+        """Return the source with the names of the live model."""
         return converted(self.inner, self.case.tensors, listing, rename)
 
     def needs_no_tensor(self, key: str, name: str) -> bool:
-        """Return whether transformers ignores a key for this model, or makes the buffer itself."""
+        """Return whether transformers ignores a key for this model, or computes the buffer."""
         if f"{self.prefix}.{name}" in self.case.derived:
             return True
         return any(
@@ -74,7 +74,9 @@ class ConvertedNames(Dialect):
         )
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Report missing tensors that the model declares tied but are not: `to_empty` unties."""
+        """Report missing tensors that the model declares tied but are separate, because of
+        `to_empty`.
+        """
         declared: dict[str, str] = getattr(self.inner, "all_tied_weights_keys", None) or {}
         pairs = [
             f"{name} = {declared[name]}"
@@ -84,23 +86,26 @@ class ConvertedNames(Dialect):
         ]
         if not pairs:
             return []
-        title = "missing in the source, and declared tied by the model, which has two tensors there"
-        return [listed(title, pairs) + "\n  to go on: model.tie_weights(), which to_empty() undoes"]
+        title = "missing from the source, and declared tied by the model, but separate tensors"
+        return [
+            listed(title, pairs)
+            + "\n  Fix: call model.tie_weights(), because to_empty() has untied them"
+        ]
 
 
 def converted(
     inner: Any, targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
 ) -> tuple[Listing, Callable[[str], str]]:
-    """The listing under the model's names, and the renaming that is left to do.
+    """Return the listing with the model's names, and the renaming that is left to do.
 
     Args:
-        inner: the transformers model to fill, from `pretrained`; None: nothing is converted.
+        inner: the transformers model to fill, from `pretrained`; if None, nothing is converted.
         targets: tensors of the whole model.
         listing: the source.
         rename: the caller's renaming.
 
     Raises:
-        LoadError: a conversion that computes values, or whose parts are not all in the source.
+        LoadError: a conversion computes values, or some of its parts are missing from the source.
     """
     if inner is None:
         return listing, rename
@@ -121,7 +126,9 @@ def converted(
             name = renamed if direct is None else direct
             name, part = name.removeprefix("module.").removeprefix(PEFT_PREFIX), pending
         if name in part and (part is tensors or converter.means_tensor(name)):
-            raise LoadError(f"both {first[name]} and {key} of the source mean {name}: rename one")
+            raise LoadError(
+                f"{first[name]} and {key} of the source both mean {name}; rename one of them"
+            )
         part[name], first[name] = stored, key
     tensors.update(converter.run(pending))
     return listing.with_tensors(tensors), lambda key: key
@@ -130,10 +137,10 @@ def converted(
 def _fits_as_it_is(
     targets: list[ModelTensor], listing: Listing, rename: Callable[[str], str]
 ) -> bool:
-    """Return whether names and shapes agree already: building the mapping takes 0.3 s.
+    """Return whether names and shapes match already, because to build the mapping takes 0.3 s.
 
-    The only conversions that keep a name are transposes of stacked experts, so 3-d tensors whose
-    shape would not change prove nothing.
+    Only transposes of stacked experts keep a name, so 3-d tensors whose shape would not change
+    prove nothing.
     """
     loadable = in_state_dict(targets)
     shapes = {name: target.shape for target in loadable for name in target.flat_names()}
@@ -146,16 +153,16 @@ def _fits_as_it_is(
 
 
 def _ignorable(case: Case) -> list[tuple[str, re.Pattern[str]]]:
-    """Names of transformers models inside a model -> patterns of keys that transformers ignores."""
+    """Return the names of transformers models in a model, with patterns of the keys to ignore."""
     kind = _model_class()
     rules: list[tuple[str, re.Pattern[str]]] = []
     for owner in case.modules:
         if kind is None or not isinstance(owner.module, kind):
             continue
         patterns = [*(getattr(owner.module, "_keys_to_ignore_on_load_unexpected", None) or ())]
-        # Files of GPT-2 before transformers 4.30 have it beside attn.bias, which is ignored.
+        # Files of GPT-2 before transformers 4.30 have it next to attn.bias, which is ignored.
         patterns += [r"attn\.masked_bias"] if "attn.bias" in patterns else []
-        # Older files hold these buffers, even if other modules had them.
+        # Older files contain these buffers, even if different modules had them.
         patterns += [rf"(^|\.){buffer}$" for buffer in OLD_BUFFERS if _has_buffer(owner, buffer)]
         if patterns:
             start = f"{owner.name}." if owner.name else ""
@@ -168,7 +175,7 @@ def _has_buffer(owner: NamedModule, end: str) -> bool:
 
 
 def pretrained(model: nn.Module) -> Any:
-    """The transformers model inside the wrappers, with its class as it was before FSDP2."""
+    """Return the transformers model inside the wrappers, with its class from before FSDP2."""
     kind = _model_class()
     if kind is None:
         return None
@@ -185,18 +192,18 @@ def pretrained(model: nn.Module) -> Any:
 
 
 def _model_class() -> type[nn.Module] | None:
-    """The class of transformers models; None if nobody can have one.
+    """Return the class of transformers models; None if no such model can exist.
 
-    Then the import of transformers is blocked, or another thread is still importing it.
+    That is so if the import of transformers is blocked, or another thread is still importing it.
     """
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 def conversion_code() -> Any:
-    """The private parts of transformers' own conversion that are used, by their names there.
+    """Return the private functions of transformers' conversion that are used, by name.
 
     Raises:
-        LoadError: this version of transformers keeps one of them elsewhere.
+        LoadError: this version of transformers does not have one of them.
     """
     warn_if_untested("transformers")
     try:
@@ -209,14 +216,14 @@ def conversion_code() -> Any:
         )
     except (ImportError, AttributeError) as error:
         raise LoadError(
-            "the keys of files are not the model's, and transformers' own conversion is not where "
-            f"anyrank looks for it ({error}): anyrank was tested with transformers "
-            f"{TESTED['transformers']}; install that, or give a load rename="
+            "the source has different names than the model, and the conversion of this "
+            f"transformers version cannot be used ({error}). Install transformers "
+            f"{TESTED['transformers']}, with which anyrank was tested, or pass rename=."
         ) from error
 
 
 class _Converter:
-    """transformers' renamings and converters for one model, on symbolic tensors.
+    """The renamings and converters of transformers for one model, on symbolic tensors.
 
     Raises:
         LoadError: as for `conversion_code`.
@@ -227,20 +234,23 @@ class _Converter:
         self.model = model
         self.live = dict.fromkeys(live, True)
         self.order, self.rename = code.dot_natural_key, code.rename_source_key
-        # It looks up the classes of the modules by their names.
+        # It looks up the classes of modules by name.
         mapping: list[Any] = code.get_model_conversion_mapping(plain_copy(model))
         self.renamings = [entry for entry in mapping if isinstance(entry, code.WeightRenaming)]
         self.converters = [entry for entry in mapping if isinstance(entry, code.WeightConverter)]
 
     def run(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The tensors of a source under the model's names."""
+        """Return the tensors of a source with the model's names."""
         result: dict[str, StoredTensor] = {}
         groups: dict[str, tuple[Any, dict[str, list[Any]]]] = {}
         for key in sorted(tensors, key=self.order):
             name, pattern = self._renamed(key)
             if pattern is None or name not in self.live:
                 if name in result:
-                    raise LoadError(f"{key}: a second key of the source that becomes {name}")
+                    raise LoadError(
+                        f"{key}: is the second key of the source that becomes {name}; drop one of "
+                        "them with rename="
+                    )
                 result[name if name in self.live else key] = tensors[key]
                 continue
             converter = next(c for c in self.converters if pattern in c.source_patterns)
@@ -251,7 +261,7 @@ class _Converter:
         return result
 
     def means_tensor(self, key: str) -> bool:
-        """Return whether a key becomes a tensor of the model, or a part of one."""
+        """Return whether a key becomes a tensor of the model or a part of one."""
         return self._renamed(key)[0] in self.live
 
     def _renamed(self, key: str) -> tuple[str, str | None]:
@@ -271,9 +281,9 @@ class _Converter:
         if len(converter.source_patterns) > 1 and (lost or len(counts) > 1):
             part_counts = {pattern: len(parts) for pattern, parts in collected.items()}
             raise LoadError(
-                f"{name} is fused from {', '.join(converter.source_patterns)}; the source holds "
-                f"{part_counts}: look which key or file of it is missing, or leave all of these "
-                "keys out by rename={key: ''}, and give missing='keep' or 'init'"
+                f"{name} is fused from {', '.join(converter.source_patterns)}, but the source has "
+                f"{part_counts}. Find the missing key or file; or drop all of these keys with "
+                f"rename={{key: ''}}, and pass missing='keep' or 'init'."
             )
         values: dict[str, Any] = dict(collected)
         for operation in converter.operations:
@@ -287,7 +297,7 @@ class _Converter:
                     config=self.model.config,
                     missing_keys=None,
                 )
-            except Exception as error:  # transformers' own code, and ours below it
+            except Exception as error:  # code of transformers, which calls ours
                 what = str(error) if isinstance(error, LoadError) else repr(error)
                 raise LoadError(f"{name}: {type(operation).__name__}: {what}") from error
         full = name.replace("*.", "0.")

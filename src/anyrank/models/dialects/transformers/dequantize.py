@@ -1,6 +1,6 @@
 """Dequantizes tensors while they are read.
 
-Each is a file of float32 that is computed from ranges of two others, so every reader of files can
+Each is a "file" of float32 that is computed from ranges of two others, so every reader of files can
 read it.
 """
 
@@ -43,19 +43,19 @@ def dequantized(
     dtypes: Mapping[str, torch.dtype],
     rename: Callable[[str], str] = lambda key: key,
 ) -> Listing:
-    """The listing with float32 tensors in place of quantized ones, unless these are wanted.
+    """Return the listing with float32 tensors in place of quantized ones, unless these are needed.
 
     The tensor of a pair `X_blocks`, `X_scales` is X. If it has three dims, the last two are
-    swapped, because transformers holds stacked experts like that. If `X_blocks` itself is wanted as
-    a floating tensor, it is that tensor, and nothing is swapped.
+    swapped, because transformers stores stacked experts in that order. If the model has `X_blocks`
+    itself as a floating-point tensor, it is that tensor, and nothing is swapped.
 
     Args:
         listing: the source.
-        dtypes: name -> dtype of the tensor to fill; empty if all shall be floating.
-        rename: from the source's keys to these names.
+        dtypes: name -> dtype of the tensor to fill; empty if all must be floating-point.
+        rename: maps the source's keys to these names.
 
     Raises:
-        LoadError: scales do not fit, or are missing.
+        LoadError: scales do not match, or are missing.
     """
     if unknown_method(listing) is not None:
         return listing
@@ -84,9 +84,9 @@ def dequantized(
             is_weight = is_wide(dtype) if dtype else not dtypes
             if is_small(stored.dtype) and is_weight and stored.name not in scaled:
                 raise LoadError(
-                    f"{key}: is {stored.dtype}, and {key}{SCALE_INV} is not in the source, whose "
-                    "config.json says that it is quantized by fp8: without its scale it is "
-                    "another weight: fetch the source again"
+                    f"{key}: is {stored.dtype}, but its scale {key}{SCALE_INV} is missing from the "
+                    "source, which is quantized with fp8 according to its config.json. Without "
+                    "the scale, the values are wrong; download the source again."
                 )
     return replace(listing, tensors=tensors, files=tuple(files))
 
@@ -110,24 +110,24 @@ def without_scales(
     unused: Callable[[str], bool] | None,
     left_out: Collection[str] = (),
 ) -> list[str]:
-    """Explain why 8-bit tensors may not be taken for weights: there are scales that nobody uses.
+    """Return the error texts for 8-bit tensors that are not weights, because unused scales exist.
 
-    The scales belong to them, or to other tensors of the source.
+    The scales belong to them or to other tensors of the source.
 
-    A file of 8-bit floats without scales is a plain cast of weights, as is common for image models:
-    its numbers are the weights.
+    A file of 8-bit floats without scales is a plain cast of weights, which is common for image
+    models: its numbers are the weights.
 
     Args:
         listing: the source, with its known pairs dequantized.
-        wanted: tensors that become weights of a larger dtype.
-        unused: tells whether nobody asks for a key of the source; None if this is not known.
-        left_out: keys that the caller knows are not scales.
+        wanted: tensors that would become weights of a larger dtype.
+        unused: returns whether a key of the source is not used; None if this is not known.
+        left_out: keys that are not scales according to the caller.
     """
     small = [stored for stored in wanted if may_be_scaled(stored)]
     if not small:
         return []
     beside = (stored for key, stored in listing.beside.items() if not is_other_part(key))
-    # In a table that the caller named, they may be known only by the names within it.
+    # In a table that the caller named, they may be known only by their names in it.
     names = {stored.name for stored in listing.tensors.values()}
     others = [stored for stored in small if stored.name not in names]
     firsts = {stored.name.partition(".")[0] for stored in small}
@@ -135,7 +135,7 @@ def without_scales(
     scales = scales_of([*listing.tensors.values(), *others], beside, tables)
     scales = {key: name for key, name in scales.items() if key not in left_out}
     if unused is not None:
-        # Tools have more names for scales than are known here.
+        # Tools use more names for scales than are known here.
         scales |= _beside(listing.tensors.values(), small)
         scales = {key: name for key, name in scales.items() if unused(key)}
     by_name = {name: key for key, name in reversed(scales.items())}
@@ -146,31 +146,31 @@ def without_scales(
     advice = ""
     if unused is not None and scales:
         how = _leaving_out([*scales], [name for name in names if not unused(name)])
-        advice = f", or leave the scales out by {how}, for the numbers as they are"
+        advice = f". To load the numbers without scales, drop the scales with {how}."
     return [
         f"{stored.name}: is {stored.dtype} in the source, "
         + (
-            f"with what looks like a scale beside it ({by_name[stored.name]})"
+            f"and seems to have a scale ({by_name[stored.name]})"
             if stored.name in by_name
             else f"without the scale that other tensors have ({lost[0]})"
         )
-        + ": without the scale it is another weight: dequantize it with the library that made it"
-        + advice
+        + ". Without the scale, the values are wrong; dequantize it with the library that created "
+        "it" + advice
         for stored in small
     ]
 
 
 def _leaving_out(scales: Sequence[str], kept: Sequence[str]) -> str:
-    """Describe the `rename=` that leaves out scales and nothing else.
+    """Return the text of a `rename=` that drops scales and nothing else.
 
-    By the name above them, if it is their table's, otherwise by their last names.
+    It uses the name above them, if that is the name of their table, otherwise their last names.
     """
     firsts = {key.partition(".")[0] for key in kept}
     lasts = {key.rpartition(".")[2] for key in kept}
     above = {key: first for key in scales if (first := key.partition(".")[0]) not in firsts}
     ends = {key.rpartition(".")[2] for key in scales if key not in above}
     if ends & lasts:
-        return f"a function for rename= that gives '' for each of them, as for {scales[0]!r}"
+        return f"rename=, a function that returns '' for each of them, such as {scales[0]!r}"
     patterns = ["^(%s)([.].*)?$"] if above else []
     patterns += ["^(.*[.])?(%s)$"] if ends else []
     names_of = [sorted(names) for names in ({*above.values()}, ends) if names]
@@ -178,13 +178,13 @@ def _leaving_out(scales: Sequence[str], kept: Sequence[str]) -> str:
         (pattern % "|".join(map(re.escape, names)), "")
         for pattern, names in zip(patterns, names_of, strict=True)
     ]
-    return f"rename={pairs!r}, added to what it has"
+    return f"rename={pairs!r}, added to its other entries"
 
 
 def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> dict[str, str]:
-    """Keys that may be scales or zero points of 8-bit tensors, by any name -> the tensor's key.
+    """Map keys that may be scales or zero points of 8-bit tensors, by any name, to their tensors.
 
-    They are in its module or below its name, and have fewer elements.
+    They are in the tensor's module or below its name, and have fewer elements.
     """
     owners, by_name = owners_of(small), {stored.name: stored for stored in small}
     smaller = {
@@ -200,20 +200,21 @@ def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> d
 
 
 def unknown_method(listing: Listing) -> str | None:
-    """Explain why a source cannot be read as floating weights; None if it can."""
+    """Return the error text for a source that cannot be read as floating-point weights, or None."""
     method = listing.quantization.get("quant_method")
     if not listing.quantization or method in METHODS:
         return None
     return (
-        f"the source is quantized by {method or 'a method without a name'} (quantization_config in "
-        f"its config.json), and only {' and '.join(METHODS)} are dequantized while they are read: "
-        "give the weights from before it was quantized; or dequantize it with the library that "
-        "made it (transformers: model.dequantize(), then save_pretrained) and give the result"
+        f"the source is quantized with {method or 'a method without a name'} (quantization_config "
+        f"in its config.json), but only {' and '.join(METHODS)} are dequantized while they are "
+        "read. Pass the weights from before the quantization; or dequantize it with the library "
+        "that created it (transformers: model.dequantize(), then save_pretrained), and pass the "
+        "result."
     )
 
 
 def packed_weights(listing: Listing) -> dict[str, str]:
-    """Keys of weights that a tool packed into integers -> one of the scales beside each."""
+    """Map keys of weights that a tool packed into integers to one of the scales of each."""
     tensors = {stored.name: stored for stored in listing.tensors.values()}
     known = {pair.values for pair in pairs_of(tensors)}
     return {
@@ -224,21 +225,21 @@ def packed_weights(listing: Listing) -> dict[str, str]:
 
 
 def packed_in_words(packed: Mapping[str, str]) -> str:
-    """Explain why packed weights, as from `packed_weights`, are not read, and the way out."""
+    """Return the error text for packed weights (see `packed_weights`)."""
     name, scale = next(iter(packed.items()))
     return (
-        f"{name}: is packed integers with scales beside them ({scale}), a quantized weight of a "
-        f"kind that is not dequantized while it is read ({count(len(packed), 'tensor')}): give the "
-        "weights from before it was quantized; or dequantize it with the library that made it, and "
-        f"give the result; or leave it out by rename={ {name: '', scale: ''}!r}"
+        f"{name}: is a quantized weight (packed integers with scales, {scale}) of a kind that is "
+        f"not dequantized while it is read ({count(len(packed), 'tensor')}). Pass the weights from "
+        "before the quantization; or dequantize them with the library that created them, and pass "
+        f"the result; or drop it with rename={ {name: '', scale: ''}!r}"
     )
 
 
 def check_method(listing: Listing) -> None:
-    """Refuse a source that cannot be read as floating weights.
+    """Check that a source can be read as floating-point weights.
 
     Raises:
-        LoadError: names the method.
+        LoadError: it cannot; the error names the method.
     """
     problem = unknown_method(listing)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Weights that are stored as small numbers and the scales of their blocks, and their values."""
+"""Weights that are stored as small numbers with scales for blocks, and how they are decoded."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from anyrank.tensors.box import row_major
 from anyrank.tensors.spec import StoredTensor
 
 METHODS = ("mxfp4", "fp8")
-BLOCK = (128, 128)  # DeepSeek's size, and the default of `quantization_config` for fp8
+BLOCK = (128, 128)  # DeepSeek's size, which is the default of `quantization_config` for fp8
 BLOCK_SIZE = "weight_block_size"
-BLOCK_UNIT = 32  # sizes of blocks are multiples of it, if nothing says them
-BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # ends of keys
-# Words in the name of an 8-bit weight's scale, in any tool.
+BLOCK_UNIT = 32  # sizes of blocks are multiples of it, if no configuration states them
+BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # suffixes of keys
+# Words in the names of scales of 8-bit weights, for any tool.
 SCALE_WORDS = re.compile(
     r"scale|amax|absmax|scb|quant|zero_point|(?:^|[._])(?:s|sc|sf|zp|zeros?)$", re.IGNORECASE
 )
-# Scales that are parameters of a model (CLIP, ConvNeXt, PixArt), not a part of another tensor.
+# Scales that are parameters of a model (CLIP, ConvNeXt, PixArt), and not part of another tensor.
 OWN_SCALES = re.compile(r"(?:^|[._])(?:(?:logit|layer|residual)_?scale|scale_shift)", re.IGNORECASE)
-# Words in the name of a weight's packed integers, in any tool.
+# Words in the names of packed weights, for any tool.
 PACKED_WORDS = re.compile(r"weight|packed|blocks|^_data$|^W_q$|^codes$")
-SCALE_DEPTH = 3  # names below the weight's module, as in weight.quant_state.nf4
+SCALE_DEPTH = 3  # levels below the weight's module, such as weight.quant_state.nf4
 
-# The 16 numbers of e2m1, and from them the two that each byte holds, the low half first.
+# The 16 values of e2m1, and from them the two values of each byte, the low half first.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 ITEM = torch.float32.itemsize
-MAX_NUMEL = 1 << 18  # elements computed at a time
+MAX_NUMEL = 1 << 18  # elements that are computed at a time
 
 
 class Decoded(Computed, Protocol):
-    """A tensor of float32 whose values are decoded in units of several elements."""
+    """A float32 tensor whose values are decoded in units of several elements."""
 
     @property
     def unit(self) -> int:
@@ -47,12 +47,12 @@ class Decoded(Computed, Protocol):
         ...
 
     def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
-        """Elements [start, stop) in row-major order, whole units, in float32."""
+        """Return elements [start, stop) in row-major order, in whole units, as float32."""
         ...
 
 
 class ComputedFile:
-    """The float32 values of a tensor that is decoded, as if they were the bytes of a file."""
+    """The float32 values of a decoded tensor, as if they were the bytes of a file."""
 
     def __init__(self, path: str, computed: Decoded, fetch: Fetch) -> None:
         self.path = path
@@ -60,13 +60,14 @@ class ComputedFile:
         self.fetch = fetch
 
     def readv(self, buffers: list[memoryview], offset: int) -> int:
-        """Fill some of the buffers, in order; never more than can be computed at a time."""
+        """Fill some of the buffers in order, at most as many as are computed at a time."""
         unit, numel = self.computed.unit, self.computed.numel
         end = offset + sum(len(buffer) for buffer in buffers)
         start = offset // ITEM // unit * unit
         most = start + max(unit, MAX_NUMEL // unit * unit)
         stop = min(-(-end // ITEM // unit) * unit, most, numel)
-        values = self.computed.decode(start, stop, self.fetch)  # named, as `data` is only a view
+        # It needs a name, because `data` is only a view.
+        values = self.computed.decode(start, stop, self.fetch)
         data = memory_of(values)[offset - start * ITEM :]
         done = 0
         for buffer in buffers:
@@ -76,19 +77,19 @@ class ComputedFile:
         return done
 
     def close(self) -> None:
-        """Do nothing: the files belong to their reader."""
+        """Do nothing, because the files belong to their reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A float32 tensor that is computed from two stored ones, each row-major in one file.
+    """A float32 tensor that is computed from two stored tensors, each row-major in one file.
 
     Attributes:
-        method: "mxfp4" (pairs of e2m1 in bytes, with an exponent for each group) or "fp8".
+        method: "mxfp4" (two e2m1 values per byte, with an exponent for each group) or "fp8".
         values: the small numbers.
-        scales: scales of their blocks.
-        shape: shape of the tensor, in the order of the small numbers.
-        block: rows and columns that share a scale.
+        scales: scales of the blocks.
+        shape: shape of the tensor, with the dims in the order of the small numbers.
+        block: number of rows and columns that share a scale.
     """
 
     method: str
@@ -113,7 +114,7 @@ class Quantized:
 
     @property
     def unit(self) -> int:
-        """The number of elements computed together: a group of mxfp4, a row of fp8."""
+        """The number of elements that are computed together: a group of mxfp4, a row of fp8."""
         return self.block[1] if self.method == "mxfp4" else self.shape[-1]
 
     def with_file_offset(self, base: int) -> Quantized:
@@ -125,11 +126,11 @@ class Quantized:
         )
 
     def open(self, path: str, fetch: Fetch) -> ComputedFile:
-        """Its values as a file."""
+        """Return its values as a file."""
         return ComputedFile(path, self, fetch)
 
     def decode(self, start: int, stop: int, fetch: Fetch) -> torch.Tensor:
-        """Elements [start, stop) in row-major order, whole units, in float32."""
+        """Return elements [start, stop) in row-major order, in whole units, as float32."""
         if self.method == "mxfp4":
             return self._groups(start, stop, fetch)
         return self._rows(start // self.unit, stop // self.unit, fetch)
@@ -168,7 +169,7 @@ class Quantized:
 
 
 def _as_float(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales in float32; bytes are exponents of two."""
+    """Return scales as float32; bytes are exponents of two."""
     stored_dtype = torch.float8_e8m0fnu if dtype == torch.uint8 else dtype
     return data.view(stored_dtype).to(torch.float32)
 
@@ -189,14 +190,15 @@ class Pair:
     name: str
 
     def quantized(self, tensors: Mapping[str, StoredTensor], sizes: object) -> Quantized:
-        """Interpret the two by their shapes.
+        """Interpret the two tensors by their shapes.
 
         Args:
             tensors: the tensors of the source.
-            sizes: for fp8, rows and columns of its blocks, as for `blocks_of`.
+            sizes: for fp8, rows and columns of its blocks; see `blocks_of`.
 
         Raises:
-            LoadError: the scales do not fit, the sizes are not known, or the bytes lie in pieces.
+            LoadError: the scales do not match, the sizes are not known, or the bytes are in several
+                pieces.
         """
         values, scales = tensors[self.values], tensors[self.scales]
         if self.method == "mxfp4":
@@ -210,15 +212,16 @@ class Pair:
         one_a_matrix = self.method == "fp8" and block == shape[-2:]
         if scales.shape != grid and not (one_a_matrix and scales.numel == math.prod(rest)):
             raise LoadError(
-                f"{self.scales}: is {list(scales.shape)}, and {self.values} of {list(shape)} in "
-                f"blocks of {block[0]} x {block[1]} has {list(grid)} scales: {BLOCK_SIZE} of "
-                "quantization_config in config.json says how large the blocks are"
+                f"{self.scales}: has shape {list(scales.shape)}, but {self.values} of shape "
+                f"{list(shape)} in blocks of {block[0]} x {block[1]} needs scales of shape "
+                f"{list(grid)}. Correct the block size, {BLOCK_SIZE} of quantization_config in "
+                "config.json."
             )
         for stored in (values, scales):
             if len(stored.chunks) != 1 or stored.chunks[0].strides != row_major(stored.shape):
                 raise LoadError(
-                    f"{stored.name}: its bytes lie in pieces, so it cannot be dequantized while it "
-                    "is read: convert the source to safetensors first (anyrank.convert)"
+                    f"{stored.name}: its bytes are in several pieces, so it cannot be dequantized "
+                    "while it is read. First convert the source to safetensors (anyrank.convert)."
                 )
         return Quantized(self.method, values, scales, shape, block)
 
@@ -228,31 +231,31 @@ class Pair:
             return rows, columns  # a single scale
         match sizes:
             case [high, wide] if type(high) is type(wide) is int and min(high, wide) > 0:
-                # No larger than the tensor: no memory is taken for columns that it lacks.
+                # Not larger than the tensor, so that no memory is allocated for columns that do not
+                # exist.
                 return min(high, max(1, rows)), min(wide, max(1, columns))
             case []:
                 raise LoadError(
-                    f"{self.scales}: is {list(scales.shape)} for {self.values} of "
-                    f"{list(values.shape)}, and nothing says how many rows and columns share a "
-                    "scale, of which several numbers fit: put a config.json beside the file (save "
-                    "a dict with safetensors first), with "
-                    f"{{'quantization_config': {{'quant_method': 'fp8', '{BLOCK_SIZE}': [...]}}}}"
+                    f"{self.scales}: has shape {list(scales.shape)} for {self.values} of shape "
+                    f"{list(values.shape)}, so several block sizes are possible, and nothing "
+                    "states which rows and columns share a scale. Put a config.json next to the "
+                    "file (save a dict with safetensors first), with {'quantization_config': "
+                    f"{{'quant_method': 'fp8', '{BLOCK_SIZE}': [...]}}}}."
                 )
             case _:
                 raise LoadError(
-                    f"{BLOCK_SIZE} of quantization_config is {sizes!r}: two whole numbers are "
-                    "expected"
+                    f"{BLOCK_SIZE} of quantization_config: expected two ints, got {sizes!r}"
                 )
 
 
 def blocks_of(
     config: Mapping[str, Any], pairs: Iterable[Pair], tensors: Mapping[str, StoredTensor]
 ) -> object:
-    """Rows and columns of the blocks of fp8 that share a scale, in a whole source.
+    """Return the rows and columns of fp8 blocks in a source.
 
     Returns:
-        What its configuration says; or else the one size that fits all grids of scales; or () if
-        there is none, or more than one. None stands for one scale a matrix.
+        The size in its configuration, or else the only size that matches all grids of scales; () if
+        none or several match. None means one scale per matrix.
     """
     if BLOCK_SIZE in config:
         return config[BLOCK_SIZE]
@@ -265,29 +268,29 @@ def blocks_of(
     if any(len(shape) != len(grid) for shape, grid in grids):
         return ()
     ranges = [_sizes_of([(s[dim], grid[dim]) for s, grid in grids]) for dim in (-2, -1)]
-    if (1, 1) not in ranges:  # blocks are squares, or parts of one row
+    if (1, 1) not in ranges:  # blocks are squares or parts of one row
         ranges = [(max(least for least, _ in ranges), min(most for _, most in ranges))] * 2
     sizes = [_one_of(*pair) for pair in ranges]
     return () if None in sizes else sizes
 
 
 def _sizes_of(cuts: Sequence[tuple[int, int]]) -> tuple[int, float]:
-    """The least and the largest size of pieces that cut each length into its number of pieces."""
+    """Return the smallest and the largest size of pieces that match each length and its count."""
     least = max((-(-length // pieces) for length, pieces in cuts), default=1)
     most = min(((n - 1) // (pieces - 1) for n, pieces in cuts if pieces > 1), default=math.inf)
     return least, most
 
 
 def _one_of(least: int, most: float) -> int | None:
-    """The one size in a range that blocks may have; None if there are several, or none."""
+    """Return the only size in a range that blocks may have; None unless it is unique."""
     first = -(-least // BLOCK_UNIT) * BLOCK_UNIT
-    if math.isinf(most) or least == most:  # a whole length, however large the blocks are
+    if math.isinf(most) or least == most:  # the whole length, however large the blocks are
         return least
     return first if first <= most < first + BLOCK_UNIT else None
 
 
 def pairs_of(tensors: Mapping[str, StoredTensor]) -> list[Pair]:
-    """The pairs of a source, by their names and dtypes."""
+    """Find the pairs of a source by their names and dtypes."""
     pairs: list[Pair] = []
     for key, scales in tensors.items():
         exponents = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
@@ -309,12 +312,12 @@ def is_small(dtype: torch.dtype) -> bool:
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is that of weights that are not quantized."""
+    """Return whether a dtype is one of unquantized weights."""
     return dtype.is_floating_point and not is_small(dtype)
 
 
 def _is_8_bit(dtype: torch.dtype) -> bool:
-    """Return whether numbers of a dtype may be those of a weight without its scale."""
+    """Return whether a dtype may be that of a weight's numbers without the scale."""
     return is_small(dtype) or dtype in (torch.int8, torch.uint8)
 
 
@@ -323,16 +326,16 @@ def scales_of(
     beside: Iterable[StoredTensor] = (),
     tables: Collection[str] = (),
 ) -> dict[str, str]:
-    """Keys that look like the scale of a small number's tensor -> the key of that tensor.
+    """Map keys that look like scales of small numbers to the keys of their tensors.
 
-    They lie in its module, or below it: `X_scale`, `scale_weight`, `weight_quantizer._scale`; in a
-    module above it: `fc_scale`, `scales`; or below one name for all scales: `scales.X`. By this,
-    load, convert and sync decide whether a weight is scaled.
+    Scales are in the tensor's module or below it: `X_scale`, `scale_weight`,
+    `weight_quantizer._scale`; in a module above it: `fc_scale`, `scales`; or below one name for all
+    scales: `scales.X`. load, convert and sync use this to decide whether a weight has a scale.
 
     Args:
         tensors: the tensors of the source.
-        beside: tensors of other tables, by whole keys: scales may have a table of their own.
-        tables: names before those of small tensors, but not before those in the scales' table.
+        beside: tensors of other tables, by whole keys, because scales may be in a separate table.
+        tables: prefixes of small tensors that the scales' table does not have.
     """
     tensors = list(tensors)
     small = [stored for stored in tensors if may_be_scaled(stored)]
@@ -356,7 +359,7 @@ def scales_of(
             if SCALE_WORDS.search(rest) or _extends(stored, weight):
                 tensors_found.append(weight)
         outside = by_name.get(_owner_outside(parts, elsewhere, children) or "")
-        # Not another set of weights, such as `quantized.X`.
+        # It must not be a second set of weights, such as `quantized.X`.
         if outside is not None and stored.numel < outside.numel:
             tensors_found.append(outside)
         for weight in tensors_found:
@@ -366,7 +369,7 @@ def scales_of(
 
 
 def _children_of(owners: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Names above those of small tensors -> the part that follows -> one of these tensors."""
+    """Map the names above small tensors to the next name segments, and those to a tensor."""
     children: dict[str, dict[str, str]] = {}
     for name, owner in owners.items():
         parts = name.split(".")
@@ -378,7 +381,7 @@ def _children_of(owners: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def _owner_outside(
     parts: Sequence[str], owners: Mapping[str, str], children: Mapping[str, Mapping[str, str]]
 ) -> str | None:
-    """The small tensor whose scale has a name of these parts, outside of its module."""
+    """Return the small tensor whose scale, outside its module, has a name of these segments."""
     for number, word in enumerate(parts):
         if SCALE_WORDS.search(word) is None:
             continue
@@ -400,7 +403,7 @@ def _owner_outside(
 
 
 def may_be_scaled(stored: StoredTensor) -> bool:
-    """Return whether a tensor may hold a weight's numbers without its scale."""
+    """Return whether a tensor may be a weight's numbers without the scale."""
     is_integer = not stored.dtype.is_floating_point and not stored.dtype.is_complex
     return _is_8_bit(stored.dtype) or (is_integer and is_packed(stored.name))
 
@@ -411,7 +414,7 @@ def is_packed(name: str) -> bool:
 
 
 def _extends(stored: StoredTensor, weight: StoredTensor) -> bool:
-    """Return whether a tensor is a part of a weight by its name, and has fewer elements.
+    """Return whether a tensor is part of a weight by its name, and has fewer elements.
 
     For example `weight_shared_exponents`.
     """
@@ -421,10 +424,10 @@ def _extends(stored: StoredTensor, weight: StoredTensor) -> bool:
 
 
 def owners_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
-    """8-bit tensors by their modules, and by their own names.
+    """Map the modules and the names of 8-bit tensors to these tensors.
 
-    If a module has several, the largest is the weight: exponents, zero points and notes of a format
-    may have 8 bits too.
+    If a module has several, the largest is the weight, because exponents, zero points and metadata
+    of a format may also have 8 bits.
     """
     tensors = sorted(tensors, key=lambda stored: stored.numel)
     names = [stored.name for stored in tensors]
@@ -432,9 +435,9 @@ def owners_of(tensors: Iterable[StoredTensor]) -> dict[str, str]:
 
 
 def is_cast_along(stored: StoredTensor, weight: StoredTensor) -> bool:
-    """Return whether a tensor is a parameter of a file that was cast to FP8 as a whole.
+    """Return whether a tensor is a parameter in a file that was cast to FP8 as a whole.
 
-    Then it is not the scale of a weight.
+    In that case it is not the scale of a weight.
     """
     is_cast = is_small(stored.dtype) and stored.dtype != torch.float8_e8m0fnu
     return is_cast and is_small(weight.dtype)

@@ -1,8 +1,8 @@
-"""Stored tensors to which views, stacks and concatenations are applied before anything is read.
+"""Stored tensors to which views, stacks and concatenations are applied before they are read.
 
-A converter written for tensors (stack the experts, fuse gate and up, transpose) runs on these
-unchanged: each step only rewrites boxes, offsets and strides. A step that computes values raises
-LoadError, which names it.
+A converter that was written for tensors (stack the experts, fuse gate and up, transpose) runs on
+them unchanged: each step only rewrites boxes, offsets and strides. A step that computes values
+raises LoadError, which names the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 
 
 class SymbolicTensor:
-    """A stored tensor with the methods and functions of torch that only move elements."""
+    """A stored tensor with torch's methods and functions that only move elements."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
@@ -39,9 +39,9 @@ class SymbolicTensor:
         function = FUNCTIONS.get(func)
         if function is None:
             raise LoadError(
-                f"a conversion calls {getattr(func, '__name__', func)}, which computes values; "
-                "anyrank converts names and layouts only: convert the checkpoint with the library "
-                "that made it, save it, and load the result"
+                f"a conversion calls {getattr(func, '__name__', func)}, which computes values, but "
+                "anyrank converts only names and layouts. Convert the checkpoint with the library "
+                "that created it, save it, and load the result."
             )
         return function(*args, **(kwargs or {}))
 
@@ -53,8 +53,8 @@ class SymbolicTensor:
     def __getattr__(self, name: str) -> Any:
         raise LoadError(
             f"a conversion uses .{name} of a tensor, which anyrank does not know without reading "
-            "the tensor: convert the checkpoint with the library that made it, save it, and load "
-            "the result"
+            "the tensor. Convert the checkpoint with the library that created it, save it, and "
+            "load the result."
         )
 
     @property
@@ -154,22 +154,24 @@ class SymbolicTensor:
         return self._with_dims(lambda values, new: (*values[:dim], *values[dim + 1 :]))
 
     def reshape(self, *shape: Any) -> SymbolicTensor:
-        """Return the elements in another shape, if that is a view of the stored bytes."""
+        """Return the elements in a different shape, if that is a view of the stored bytes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         known = math.prod(n for n in sizes if n != -1)
         sizes = tuple(self.numel() // known if n == -1 else int(n) for n in sizes)
         if sizes == tuple(self.shape):
             return self
         if len(self.stored.chunks) != 1:
-            raise LoadError(f"a conversion reshapes {self.stored.name}, whose bytes lie in pieces")
+            raise LoadError(
+                f"a conversion reshapes {self.stored.name}, whose bytes are in several pieces"
+            )
         (chunk,) = self.stored.chunks
         try:  # torch knows which views are possible
             strides = torch.empty_strided(self.shape, chunk.strides, device="meta").view(sizes)
         except RuntimeError as error:
             raise LoadError(
                 f"a conversion reshapes {self.stored.name} from {list(self.shape)} to "
-                f"{list(sizes)} across its memory layout: convert the checkpoint with the library "
-                "that made it, save it, and load the result"
+                f"{list(sizes)}, which is not a view of its bytes. Convert the checkpoint with the "
+                "library that created it, save it, and load the result."
             ) from error
         return self._with_chunks(
             sizes, [replace(chunk, box=Box.whole(sizes), strides=strides.stride())]
@@ -195,7 +197,7 @@ class SymbolicTensor:
 
 
 def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
-    """The tensors one after the other along a dim."""
+    """Concatenate the tensors along a dim."""
     first = tensors[0]
     dim = _dim(dim, first.ndim)
     chunks: list[Chunk] = []
@@ -215,7 +217,7 @@ def _cat(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
 
 
 def _stack(tensors: Sequence[SymbolicTensor], dim: int = 0) -> SymbolicTensor:
-    """The tensors side by side along a new dim."""
+    """Stack the tensors along a new dim."""
     return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 

@@ -1,4 +1,4 @@
-"""Quantized files in a match: small numbers with scales become the weights that they stand for."""
+"""Quantized files in a match: small numbers with scales become weights."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class QuantizedValues(Dialect):
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether config.json says that a source is quantized, or it has small numbers."""
+        """Return whether a source is quantized by its config.json, or has small numbers."""
         return any(
             source.quantization or any(map(may_be_scaled, source.tensors.values()))
             for source in (case.source, *case.parts.values())
         )
 
     def values(self, listing: Listing) -> Listing:
-        """The source with float32 tensors in place of quantized ones, where weights are wanted.
+        """Return the source with float32 tensors in place of quantized ones, if weights are needed.
 
-        A live source has the values with which its model computes.
+        A live source already has the values with which its model computes.
         """
         if self.case.is_live:
             return listing
         return dequantized(listing, self.case.dtypes, self.case.rename)
 
     def problems(self, match: ModelMatch) -> list[str]:
-        """Report small numbers that would be taken for weights."""
+        """Return the error texts for small numbers that would be mistaken for weights."""
         tensors, rename = match.tensors, self.case.rename
         wide = [stored for i, stored in match.wanted if is_wide(tensors[i].dtype)]
         unknown = unknown_method(match.listing)
@@ -52,7 +52,7 @@ class QuantizedValues(Dialect):
             _names_at(match.listing, wanted)
             for wanted in ([stored for _, stored in match.wanted], fitting)
         )
-        # rename= is written for whole keys, including the table that a tensor was in.
+        # rename= is for whole keys, which include the table of a tensor.
         keys = {stored.name: key for key, stored in match.listing.tensors.items()}
 
         def is_left(name: str) -> bool:
@@ -66,7 +66,7 @@ class QuantizedValues(Dialect):
 
 
 def _names_at(listing: Listing, wanted: Iterable[StoredTensor]) -> set[str]:
-    """The names of the source's tensors that have some of these bytes."""
+    """Return the names of the source's tensors that contain some of these bytes."""
     places = {(chunk.file, chunk.offset) for stored in wanted for chunk in stored.chunks}
     return {
         stored.name
