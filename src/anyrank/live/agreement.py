@@ -30,7 +30,7 @@ from anyrank.models.dialects.layouts.given import (
     GivenLayout,
     check_layout,
     join_parts,
-    warn_of_unused,
+    warn_about_unused_layout,
 )
 from anyrank.models.options import LoadOptions
 from anyrank.world.alike import digest_of
@@ -224,9 +224,9 @@ def _warn_about_unused(call: SyncCall, dst: End, src: End) -> None:
     """Warn about names in `layout=` that no tensor of its end, or of both ends, has."""
     if isinstance(call.layout, tuple):
         for layout, end in zip(call.layout, (dst, src), strict=True):
-            warn_of_unused(layout, end.tensors)
+            warn_about_unused_layout(layout, end.tensors)
     else:
-        warn_of_unused(call.layout, dst.tensors, src.tensors)
+        warn_about_unused_layout(call.layout, dst.tensors, src.tensors)
 
 
 def _serves(kept: KeptPlan, where: object, ends: tuple[End, End], options: LoadOptions) -> bool:

@@ -30,7 +30,7 @@ from anyrank.loading.sharing.transfers import (
 )
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts
-from anyrank.models.match import warn_of_idle
+from anyrank.models.match import warn_about_unused_renames
 from anyrank.models.options import LoadOptions
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.layout import Layout, Piece, local_pieces
@@ -227,7 +227,7 @@ class Planner:
             "matching dst with src", match_here, join_digests
         )
         if self.ranks.index == 0:
-            warn_of_idle(own_match[0])
+            warn_about_unused_renames(own_match[0])
         if not all(known.digest for known in compared.values()):
             raise LoadError(
                 "rename= returns different names on different ranks of one dst. Pass the same "

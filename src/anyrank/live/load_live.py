@@ -18,7 +18,7 @@ from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.models.own_code import NOT_RUN, OwnCode
 from anyrank.models.tensors import find_modules
-from anyrank.sources.readers.memory import what_is_unread
+from anyrank.sources.readers.memory import describe_unread
 from anyrank.world.ranks import Ranks
 
 
@@ -35,7 +35,7 @@ def load_live(
     tensors = {
         key: value
         for key, value in entries.items()
-        if isinstance(value, torch.Tensor) or what_is_unread(key, value)
+        if isinstance(value, torch.Tensor) or describe_unread(key, value)
         if key.rpartition(".")[2] != EXTRA_STATE
     }
     layout = (options.layout, None)  # for the model's tensors; sharded tensors know their own

@@ -24,7 +24,7 @@ from anyrank.models.alike import Inventory, check_alike, find_coordinates, inven
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
 from anyrank.models.frozen_parts import FrozenSource, frozen_parts
-from anyrank.models.match import match_model, warn_of_idle
+from anyrank.models.match import match_model, warn_about_unused_renames
 from anyrank.models.options import LoadOptions
 from anyrank.models.share import default_buffer
 from anyrank.models.tensors import ModelTensor
@@ -142,7 +142,7 @@ def plan_load(
         match = ranks.run(what, lambda: _with_chunks(plan.match, threads, are_copies))
         plan = replace(plan, match=match)
     if ranks.index == 0:
-        warn_of_idle(plan.match)
+        warn_about_unused_renames(plan.match)
     return plan
 
 

@@ -24,7 +24,7 @@ from anyrank.models.options import LoadOptions
 from anyrank.models.overlaps import shared_on_meta, twins_of
 from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
-from anyrank.sources.tables.choice import idle_renames, weights_for
+from anyrank.sources.tables.choice import unused_renames, weights_for
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import TensorKeys, candidates, is_trained_copy, match_keys
 from anyrank.tensors.spec import StoredTensor
@@ -113,7 +113,7 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
         source: everything in the source.
 
     Raises:
-        LoadError: as for `idle_renames` and the dialects.
+        LoadError: as for `unused_renames` and the dialects.
     """
     listing, rename = case.source, case.rename
     # Quantized numbers become weights before names are compared, because a conversion fuses
@@ -121,7 +121,7 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
     for dialect in dialects:
         listing = dialect.values(listing)
     # Entries of `rename=` are compared with the source's own keys, which a conversion replaces.
-    idle = idle_renames(case.options.rename, source, case.source, listing.tensors)
+    idle = unused_renames(case.options.rename, source, case.source, listing.tensors)
     for dialect in dialects:
         listing, rename = dialect.names(listing, rename)
     positions = _loadable(case.tensors)
@@ -257,7 +257,7 @@ def _is_of_adapter_alone(match: ModelMatch) -> bool:
     )
 
 
-def warn_of_idle(match: ModelMatch) -> None:
+def warn_about_unused_renames(match: ModelMatch) -> None:
     """Warn about entries of `rename=` that match no key."""
     if match.idle:
         log.warning("%s", "; ".join(first_few(match.idle, SHOWN)))

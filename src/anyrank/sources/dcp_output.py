@@ -50,7 +50,7 @@ class DcpPiece(NamedTuple):
     length: int
 
 
-def spell_metadata(
+def pickle_metadata(
     tensors: Sequence[DcpTensor],
     files: Iterable[tuple[str, Iterable[DcpPiece]]],
     by_part: bool = True,
@@ -63,16 +63,16 @@ def spell_metadata(
         by_part: whether the text before the first dot of a name is a table of the state, as in
             runs.
     """
-    speller = _Speller()
-    speller.begin({tensor.dtype for tensor in tensors})
-    names = [[speller.new(_text(name)) for name in tensor.names] for tensor in tensors]
-    yield from speller.tensors(tensors, names)
-    yield from speller.planner_data(tensors, names, by_part)
-    yield from speller.storage_data(names, files)
-    yield speller.end()
+    writer = _PickleWriter()
+    writer.begin({tensor.dtype for tensor in tensors})
+    names = [[writer.new(_text(name)) for name in tensor.names] for tensor in tensors]
+    yield from writer.tensors(tensors, names)
+    yield from writer.planner_data(tensors, names, by_part)
+    yield from writer.storage_data(names, files)
+    yield writer.end()
 
 
-class _Speller:
+class _PickleWriter:
     """Writes opcodes of protocol 2, and recalls repeated values by number."""
 
     def __init__(self) -> None:

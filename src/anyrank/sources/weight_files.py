@@ -15,7 +15,7 @@ from anyrank.files.storage import Storage, read_range
 from anyrank.sources import safetensors
 from anyrank.sources.endings import FILES, format_of
 from anyrank.sources.readers import torch_file
-from anyrank.sources.readers.first_bytes import what_it_is
+from anyrank.sources.readers.first_bytes import describe_file
 
 HEAD_BYTES = 9  # enough to recognize files with unknown endings
 
@@ -46,14 +46,14 @@ def list_file(storage: Storage, path: str) -> Listing:
         LoadError: the file has none of these formats.
         UnsafeFile: a header with impossible sizes, or a pickle that would run code.
     """
-    with saying_what_it_is(storage, path):
+    with explain_unreadable(storage, path):
         name = format_of(path)
         file_format = _by_head(storage, path) if name is None else FORMATS[name]
         return file_format.list_file(storage, path)
 
 
 @contextmanager
-def saying_what_it_is(storage: Storage, path: str) -> Generator[None]:
+def explain_unreadable(storage: Storage, path: str) -> Generator[None]:
     """Turn an error in the block into one that says what the file is, if its first bytes show it.
 
     Raises:
@@ -63,7 +63,7 @@ def saying_what_it_is(storage: Storage, path: str) -> Generator[None]:
     try:
         yield
     except (LoadError, UnsafeFile) as error:
-        what = what_it_is(storage, path)
+        what = describe_file(storage, path)
         if what is None:
             raise
         raise type(error)(f"{path}: {what}") from error

@@ -68,7 +68,7 @@ def check_group(process_group: object) -> None:
     """
     if process_group is None or process_group is ALONE:
         if lacks_group(process_group):
-            warn_of_no_group()
+            warn_about_no_group()
         return
     if not dist.is_available() or not (
         isinstance(process_group, dist.ProcessGroup)
@@ -101,7 +101,7 @@ def check_has_group(process_group: Group, call: str) -> None:
 
 
 @cache  # once in a process, because every call before the group would repeat it
-def warn_of_no_group() -> None:
+def warn_about_no_group() -> None:
     """Warn that calls before the process group concern only this process."""
     log.warning(
         "%s processes were launched (WORLD_SIZE), but no process group is initialized yet. Until "

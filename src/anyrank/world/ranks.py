@@ -40,7 +40,7 @@ from anyrank.world.group import (
     check_has_group,
     find_members,
     lacks_group,
-    warn_of_no_group,
+    warn_about_no_group,
 )
 from anyrank.world.rendezvous import get_connections
 
@@ -296,7 +296,7 @@ class Ranks:
         def wait() -> bytes:
             outcome = wait_for()
             if isinstance(outcome, DifferentActions):
-                text = _describe_crossing(outcome.actions, self.name_ranks)
+                text = _describe_call_mismatch(outcome.actions, self.name_ranks)
                 ranks = [rank for some in outcome.actions.values() for rank in some.ranks]
                 error = connections.state.end(text, ranks, "another call")
                 raise connections.fail(error) from cause
@@ -370,7 +370,7 @@ def open_ranks(
     if not may_be_alone:
         check_has_group(process_group, call)
     elif lacks_group(process_group):
-        warn_of_no_group()
+        warn_about_no_group()
     ranks, rank = find_members(process_group)
     yield Ranks(ranks, rank, call)
 
@@ -409,7 +409,7 @@ def _done(value: T, cause: Exception | None) -> Callable[[], T]:
     return take
 
 
-def _describe_crossing(
+def _describe_call_mismatch(
     actions: Mapping[Action, FirstRanks], name_ranks: Callable[[Sequence[int] | FirstRanks], str]
 ) -> str:
     """Return the error text for ranks that called different operations, with each operation and its

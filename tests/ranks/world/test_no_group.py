@@ -86,9 +86,9 @@ def test_runs_loaders_and_syncs_without_a_group_are_errors(tmp_path: Path) -> No
 
 
 def load_before_the_group(source: str, run: str, freezes: bool) -> tuple[list[str], Any]:
-    from anyrank.world.group import warn_of_no_group
+    from anyrank.world.group import warn_about_no_group
 
-    warn_of_no_group.cache_clear()  # a rank of the pool is a process of several tests
+    warn_about_no_group.cache_clear()  # a rank of the pool is a process of several tests
     logger, handler = logging.getLogger("anyrank.world"), Lines()
     logger.addHandler(handler)
     try:

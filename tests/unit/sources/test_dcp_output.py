@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from anyrank.sources.dcp_output import DcpPiece, DcpTensor, spell_metadata
+from anyrank.sources.dcp_output import DcpPiece, DcpTensor, pickle_metadata
 from anyrank.sources.readers import dcp, pickles
 from anyrank.tensors.box import Box
 
@@ -66,7 +66,7 @@ def expected(tensors: Sequence[DcpTensor]) -> Metadata:
 
 
 def test_the_pickle_means_what_torch_would_have_written() -> None:
-    data = b"".join(spell_metadata(TENSORS, FILES))
+    data = b"".join(pickle_metadata(TENSORS, FILES))
     assert pickle.loads(data + b"a seal") == expected(TENSORS)
     read = pickles.loads(data + b"a seal", "x", dcp.RECORDS)
     assert len(read["storage_data"]) == 7
@@ -79,7 +79,7 @@ def test_many_pieces_are_passed_on_in_parts() -> None:
     boxes = [Box((row,), (1,)) for row in range(5000)]
     tensors = [DcpTensor(["w"], (5000,), torch.float32, partial(iter, boxes), 1)]
     files = [("__0_0.distcp", (DcpPiece(0, box, 64 * n, 64) for n, box in enumerate(boxes)))]
-    parts = [*spell_metadata(tensors, files, by_part=False)]
+    parts = [*pickle_metadata(tensors, files, by_part=False)]
     assert len(parts) > 2
     metadata = pickle.loads(b"".join(parts))
     assert len(metadata.storage_data) == len(metadata.state_dict_metadata["w"].chunks) == 5000

@@ -19,7 +19,7 @@ from anyrank.errors import AnyrankError, CorruptCheckpoint
 from anyrank.files.manifest import Manifest, data_name
 from anyrank.files.storage import join_path
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.sources.dcp_output import DcpPiece, DcpTensor, spell_metadata
+from anyrank.sources.dcp_output import DcpPiece, DcpTensor, pickle_metadata
 from anyrank.sources.dcp_seal import check_seal, plan_of, write_sealed
 from anyrank.sources.rank_index import Placed, RankIndex, read_indexes
 from anyrank.sources.run_step import METADATA
@@ -66,7 +66,7 @@ def write_metadata(
             folder.store.copy(same, path)
             return
         indexes = read_indexes(folder.store, folder.join(name), manifest.ranks, index, {0, *owners})
-        parts = spell_metadata(*_describe(plan, index, indexes))
+        parts = pickle_metadata(*_describe(plan, index, indexes))
         if not folder.store.renames:
             write_sealed(folder.store, path, parts, digest, rest)
             return

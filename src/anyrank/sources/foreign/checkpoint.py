@@ -18,7 +18,7 @@ from anyrank.sources.part_names import is_average
 from anyrank.sources.readers import pickles, torch_file
 from anyrank.sources.readers.memory import extra_of
 from anyrank.sources.readers.pickled_tables import ARRAY, is_extra
-from anyrank.sources.weight_files import saying_what_it_is
+from anyrank.sources.weight_files import explain_unreadable
 from anyrank.tensors.spec import StoredTensor
 
 V = TypeVar("V")
@@ -252,7 +252,7 @@ class Collector:
         Raises:
             UnsafeFile: it is corrupt, or its pickle names unknown globals.
         """
-        with saying_what_it_is(self.storage, path):
+        with explain_unreadable(self.storage, path):
             read = torch_file.read_file(self.storage, path)
         base = len(self.files)
         self.files.append(read.info)

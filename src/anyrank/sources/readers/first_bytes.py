@@ -65,7 +65,7 @@ ZIP = "is a zip archive, but not a torch.save file; unpack it, and pass its cont
 MAX_HEADER_BYTES = 1 << 40  # a larger header length is text, or the start of a different format
 
 
-def what_it_is(storage: Storage, path: str) -> str | None:
+def describe_file(storage: Storage, path: str) -> str | None:
     """Return the error text for the kind of a file; None if its first bytes do not show it."""
     try:
         with closing(storage.open(path)) as file:

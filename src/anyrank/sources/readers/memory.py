@@ -52,7 +52,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
                 extras[key] = extra_of(value)
                 continue
-            if what := what_is_unread(key, value):
+            if what := describe_unread(key, value):
                 unreadable[key] = what
             skipped.append(f"{key}: {what or (ABSENT if value is None else NOT_A_TENSOR)}")
             continue
@@ -89,7 +89,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     )
 
 
-def what_is_unread(key: str, value: Any) -> str | None:
+def describe_unread(key: str, value: Any) -> str | None:
     """Return the kind of a value that may be weights, which would otherwise be overlooked."""
     if hasattr(value, "__array__"):
         return "an array, not a tensor (convert it with torch.as_tensor)"

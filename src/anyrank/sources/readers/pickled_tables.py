@@ -74,7 +74,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
     if isinstance(tree, list | tuple):
         tree = _numbered(tree)
     if not isinstance(tree, dict):
-        raise LoadError(f"{path}: contains {_what_is(tree)}")
+        raise LoadError(f"{path}: contains {_describe_root(tree)}")
     entries = cast("dict[Any, Any]", tree)
     own_entries = {key: value for key, value in entries.items() if not _is_table(key, value)}
     content = _contents(own_entries, path)
@@ -96,7 +96,7 @@ def find_table(tree: Any, path: str) -> FoundTable:
         return _contents(tables, path).within(tables, notes)
     leaves = [*_leaves(entries)]
     for key, value in leaves:
-        if not _is_array(value) and (what := _what_is_unread(value)):
+        if not _is_array(value) and (what := _describe_unread(value)):
             raise LoadError(f"{path}: has no dense tensors; {key} is {what}")
     if arrays := [key for key, value in leaves if _is_array(value)]:
         raise LoadError(
@@ -126,7 +126,7 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
     content = FoundTable({})
     shares: list[str] = []
     for key, value in _leaves(table):
-        what = _what_is_unread(value)
+        what = _describe_unread(value)
         if isinstance(value, TensorRef):
             if key in content.tensors:
                 raise LoadError(
@@ -189,7 +189,7 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 def _may_be_weights(leaf: tuple[str, Any]) -> bool:
     key, value = leaf
     is_tensor = isinstance(value, TensorRef | DTensorRef)
-    return is_tensor or is_extra(key) or _what_is_unread(value) is not None
+    return is_tensor or is_extra(key) or _describe_unread(value) is not None
 
 
 def _is_container(value: Any) -> bool:
@@ -230,7 +230,7 @@ def _numbered(value: Any) -> Any:
     return {str(number): item for number, item in enumerate(items)} if are_tables else value
 
 
-def _what_is(tree: Any) -> str:
+def _describe_root(tree: Any) -> str:
     """Return the error text for a file that does not contain a dict."""
     what = f"a {type(tree).__name__}, not a dict of tensors"
     if isinstance(tree, list | tuple):
@@ -281,7 +281,7 @@ def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorR
         for name, inner in leaves:
             # Other arrays, such as states of random generators, are not weights.
             is_foreign = _is_array(inner) and name.rpartition(".")[0] not in among
-            what = None if is_foreign else _what_is_unread(inner)
+            what = None if is_foreign else _describe_unread(inner)
             if isinstance(inner, TensorRef):
                 yield name, inner
             elif what is not None:
@@ -291,7 +291,7 @@ def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorR
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and _has_tensors(value):
         return f"{key}: also weights, but those of {chosen or 'the root'} were read"
-    return f"{key}: {_what_is_unread(value) or NOT_WEIGHTS}"
+    return f"{key}: {_describe_unread(value) or NOT_WEIGHTS}"
 
 
 def _has_tensors(value: Any) -> bool:
@@ -303,7 +303,7 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, TensorRef)
 
 
-def _what_is_unread(value: object) -> str | None:
+def _describe_unread(value: object) -> str | None:
     """Return the kind of a possible weight that is not read, and the way out; None for other
     values.
     """

@@ -75,7 +75,7 @@ def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None
     return _chosen(listing, inner, others)
 
 
-def idle_renames(
+def unused_renames(
     rename: Rename,
     source: Listing,
     chosen: Listing,

@@ -40,7 +40,7 @@ from anyrank.runs.saving.writers import index_of, plan_writes
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
 from anyrank.sources.step_listing import list_step
-from anyrank.sources.tables.choice import idle_renames
+from anyrank.sources.tables.choice import unused_renames
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
 from anyrank.tensors.sharded_tensor import ShardedTensor, shared
@@ -175,7 +175,7 @@ def _renamed(selection: Selection, listing: Listing, rename: Rename) -> Selectio
     """
     owners = {name: name for name in selection.tensors} | selection.tied
     whole = listing.with_tensors({n: selection.tensors[owner] for n, owner in owners.items()})
-    idle = idle_renames(rename, whole, whole, owners)
+    idle = unused_renames(rename, whole, whole, owners)
     new_name = renamer(rename)
     names = {name: new for name in owners if (new := new_name(name))}
     first: dict[

@@ -8,7 +8,7 @@ from functools import partial
 
 from anyrank.errors import LoadError
 from anyrank.sources import torch_zip
-from anyrank.sources.dcp_output import DcpPiece, DcpTensor, spell_metadata
+from anyrank.sources.dcp_output import DcpPiece, DcpTensor, pickle_metadata
 from anyrank.sources.run_step import METADATA
 from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED, with_ties
 from anyrank.sources.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
@@ -141,5 +141,5 @@ def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) ->
             spans.append(FileSpan(tensor, box, start))
             position += length + len(padding)
     file = OutputFile(DCP_DATA, position, tuple(fixed), tuple(spans))
-    parts = spell_metadata(described, [(DCP_DATA, pieces)], by_part=False)
+    parts = pickle_metadata(described, [(DCP_DATA, pieces)], by_part=False)
     return Output((file,), {METADATA: b"".join(parts)}, has_sums=True)

@@ -11,7 +11,7 @@ from anyrank.files.listing import Listing, ties_of
 from anyrank.models.dialects.transformers.dequantize import without_scales
 from anyrank.models.dialects.transformers.quantized import is_packed, scales_of
 from anyrank.models.fits import PACKED
-from anyrank.sources.tables.choice import idle_renames, tables_named, take_tables
+from anyrank.sources.tables.choice import tables_named, take_tables, unused_renames
 from anyrank.sources.tables.parts import parts_of
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import WRAPPERS, Rename
@@ -48,7 +48,7 @@ def select(listing: Listing, rename: Rename) -> Selection:
 
     Raises:
         LoadError: two keys get the same name, no weights exist, or one is not a dense tensor; or as
-            for `idle_renames`.
+            for `unused_renames`.
     """
     source, new_name = listing, renamer(rename)
     named = tables_named(listing, None if rename is None else new_name)
@@ -62,7 +62,7 @@ def select(listing: Listing, rename: Rename) -> Selection:
     # If one table is known to hold the weights, names are relative to the table.
     keys = {key: key.removeprefix(prefix) for key in listing.tensors}
     chosen = listing.with_tensors({name: listing.tensors[key] for key, name in keys.items()})
-    idle = idle_renames(rename, source, chosen, chosen.tensors, tables)
+    idle = unused_renames(rename, source, chosen, chosen.tensors, tables)
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
     skipped = [f"{key}: rename= leaves it out" for key in left_out]
     names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}

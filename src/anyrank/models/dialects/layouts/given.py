@@ -317,11 +317,11 @@ def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> 
     """
     tensors = find_tensors(model)
     apply_layout(tensors, layout, ranks)
-    warn_of_unused(layout, tensors)
+    warn_about_unused_layout(layout, tensors)
     return tensors
 
 
-def warn_of_unused(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
+def warn_about_unused_layout(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
     """Warn about names and patterns that match no tensor, if this rank has tensors of each end.
 
     It is not an error, because ranks with different parts of a model may pass the same layout.

@@ -140,7 +140,7 @@ def _is_plain_lora(entry: Registration) -> bool:
     return variant is None and bool({"lora_A", "lora_B"}.intersection(parts))
 
 
-def _what_base_lost(choice: object) -> object:
+def _base_changing_choice(choice: object) -> object:
     """Return the `init_lora_weights` if it has changed the base of an adapter, else None."""
     choice = choice.lower() if isinstance(choice, str) else choice  # PEFT ignores case
     return None if choice in KEEP_THE_BASE else choice
@@ -166,7 +166,7 @@ def other_settings(config: Any, saved: Mapping[str, Any], free: Collection[str])
         default = _default_of(setting)
         now, then = _plain(getattr(config, name)), _plain(saved.get(name, default))
         if name == INIT:
-            now, then = _what_base_lost(now), _what_base_lost(then)
+            now, then = _base_changing_choice(now), _base_changing_choice(then)
         if now != then:
             was = saved.get(name, default)
             others.append(f"{name} is {getattr(config, name)!r}, but was saved with {was!r}")
