@@ -109,7 +109,7 @@ def test_a_missing_key_on_meta_cannot_be_kept(llama: Path) -> None:
     without(llama, "model.norm.weight")
     error, _, _ = run("llama", str(llama), missing="keep")
     assert isinstance(error, anyrank.LoadError)
-    assert "nothing to keep" in str(error)
+    assert "no values to keep" in str(error)
 
 
 def test_an_unexpected_key_raises_or_is_told(llama: Path) -> None:

@@ -95,5 +95,11 @@ def test_a_fault_that_shows_late_is_the_same_error_on_all_ranks() -> None:
     for is_kind, text, is_unchanged in results[0]:
         assert is_kind, text
         assert is_unchanged
-    words = ["gave None", "on every rank", "is empty", "on every rank", "give (mesh, placements)"]
+    words = [
+        "returned None",
+        "on every rank",
+        "is empty",
+        "on every rank",
+        "expected (mesh, placements)",
+    ]
     assert all(word in text for word, (_, text, _) in zip(words, results[0], strict=True))

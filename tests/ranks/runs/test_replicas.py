@@ -270,7 +270,8 @@ def test_models_of_other_names_are_not_compared(tmp_path: Path) -> None:
     for text in run_ranks(2, job_unlike_models, str(tmp_path)):
         assert text == (
             "step 1: the ranks' states differ: rank 0 has model.net0.weight [2, 2] torch.float32, "
-            "rank 1 has model.net1.weight [2, 2] torch.float32. Build the same model on every rank"
+            "but rank 1 has model.net1.weight [2, 2] torch.float32. Build the same model on every "
+            "rank."
         )
 
 

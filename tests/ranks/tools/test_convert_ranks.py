@@ -238,7 +238,7 @@ def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
 def test_layout_is_for_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layout= is only for a model"):
         anyrank.convert({"a": torch.ones(2)}, tmp_path / "a", layout={"a": ([0], [Replicate()])})
-    with pytest.raises(TypeError, match="give \\(mesh, placements\\)"):
+    with pytest.raises(TypeError, match="expected \\(mesh, placements\\)"):
         anyrank.convert(nn.Linear(2, 2), tmp_path / "a", layout={"weight": ([0], None)})
 
 
