@@ -186,7 +186,7 @@ def test_a_wrong_prefix_is_found_by_counting(
     source = {source_prefix + key: value for key, value in weights.items()}
     with pytest.raises(anyrank.LoadError, match="12 of them match with rename=") as caught:
         anyrank.load(model, source)
-    assert f"fit with rename={rename!r}\n" in str(caught.value)
+    assert f"match with rename={rename!r}\n" in str(caught.value)
     more = source | {"other": torch.ones(1)}
     with pytest.raises(
         anyrank.LoadError, match=re.escape(f"12 of them match with rename={rename!r}")
@@ -199,7 +199,7 @@ def test_a_prefix_whose_shapes_do_not_fit_is_not_proposed() -> None:
     model = nn.ModuleDict({"pool": nn.Linear(4, 4)})
     with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
         anyrank.load(model, {f"norm.{k}": t for k, t in nn.LayerNorm(4).state_dict().items()})
-    assert "fit with" not in str(caught.value)
+    assert "match with" not in str(caught.value)
 
 
 def test_a_prefix_of_another_part_is_not_proposed() -> None:
@@ -208,7 +208,7 @@ def test_a_prefix_of_another_part_is_not_proposed() -> None:
     source = {f"pooler.dense.{k}": t for k, t in nn.Linear(4, 4).state_dict().items()}
     with pytest.raises(anyrank.LoadError, match="unexpected") as caught:
         anyrank.load(model, source)
-    assert "fit with" not in str(caught.value)
+    assert "match with" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_another_part_of_the_same_shapes_is_not_proposed(
 
     with pytest.raises(anyrank.LoadError, match="missing") as caught:
         anyrank.load(below(name), below(key).state_dict(), unexpected=unexpected)
-    assert "fit with" not in str(caught.value)
+    assert "match with" not in str(caught.value)
 
 
 def test_of_two_prefixes_that_fit_alike_both_are_named() -> None:

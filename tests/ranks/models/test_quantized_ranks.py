@@ -90,7 +90,12 @@ def test_ranks_refuse_alike_what_would_leave_weights_out(tmp_path: Path) -> None
     torch.save({"model": {"0.weight": array, "0.bias": torch.ones(4)}}, tmp_path / "w.pt")
     first, second = run_ranks(2, job_refused, str(tmp_path / "w.pt"))
     assert first == second
-    wanted = ("0.weight: is an array", "packed integers", "beside it (scale)", "fit with rename=")
+    wanted = (
+        "0.weight: is a NumPy array",
+        "packed integers",
+        "have a scale (scale)",
+        "match with rename=",
+    )
     for text, words in zip(first, wanted, strict=True):
         assert words in text
 

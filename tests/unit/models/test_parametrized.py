@@ -146,5 +146,5 @@ def test_a_whole_tensor_and_one_in_parts_are_named(kind: str) -> None:
 def test_names_that_only_look_like_parts_are_left_alone() -> None:
     model = nn.MultiheadAttention(4, 2, add_bias_kv=True)  # bias_k, bias_v
     state = {f"a.{key}": tensor for key, tensor in model.state_dict().items()}
-    with pytest.raises(anyrank.LoadError, match=r"fit with rename=\{'a': ''\}\n"):
+    with pytest.raises(anyrank.LoadError, match=r"match with rename=\{'a': ''\}\n"):
         anyrank.load(model, state)
