@@ -51,7 +51,7 @@ def inference_tensor() -> torch.Tensor:
     [
         (torch.zeros(3, dtype=torch.complex64).conj(), "p: is a conj or neg view"),
         (torch.zeros(3, dtype=torch.complex64).conj().imag, "p: is a conj or neg view"),
-        (torch.zeros(1).expand(3), "p: is expanded"),
+        (torch.zeros(1).expand(3), "p: is an expanded tensor"),
         (inference_tensor(), "p: is an inference tensor"),
     ],
 )

@@ -166,7 +166,7 @@ def test_a_step_under_the_name_of_another_is_found(tmp_path: Path) -> None:
     (tmp_path / "run/step-00000002").rename(tmp_path / "run/step-00000004")
     (found,) = anyrank.verify(tmp_path / "run").findings
     assert "belongs to step 2. Rename the folder to step-00000002" in found.what
-    with pytest.raises(LoadError, match="that of step 2"):
+    with pytest.raises(LoadError, match="belongs to step 2"):
         anyrank.load(nn.Linear(2, 2), tmp_path / "run")
 
 
