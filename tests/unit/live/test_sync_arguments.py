@@ -59,7 +59,7 @@ def test_a_kept_plan_does_not_excuse_a_tensor_that_cannot_be_written_or_read() -
     weights = anyrank.Sync(dst, src)
     weights()
     dst.update(a=torch.zeros(2), w=torch.zeros(1).expand(2))
-    with pytest.raises(anyrank.LoadError, match="w: is expanded"):
+    with pytest.raises(anyrank.LoadError, match="w: is an expanded tensor"):
         weights()
     with torch.inference_mode():
         dst["w"] = torch.zeros(2)
