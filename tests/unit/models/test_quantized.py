@@ -145,7 +145,9 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     wrong = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     folder = fp8_folder(tmp_path / "a", wrong)
-    with pytest.raises(anyrank.LoadError, match=r"weight_scale_inv: is \[3, 4\].*\[2, 2\] scales"):
+    with pytest.raises(
+        anyrank.LoadError, match=r"weight_scale_inv: has shape \[3, 4\].*of shape \[2, 2\]"
+    ):
         anyrank.load(Holder(weight=torch.zeros(ROWS, COLUMNS)), folder)
 
 
@@ -172,7 +174,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, options:
 def test_a_scale_of_another_name_is_never_left_out(tmp_path: Path) -> None:
     values, _ = fp8(4, 4)
     save_file({"l.weight": values, "l.weight_scale": torch.ones(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(anyrank.LoadError, match=r"weight: is torch.float8_e4m3fn.*scale beside it"):
+    with pytest.raises(anyrank.LoadError, match=r"weight: is torch.float8_e4m3fn.*have a scale "):
         anyrank.load(
             Holder(weight=torch.zeros(4, 4)), tmp_path / "a.safetensors", unexpected="ignore"
         )
@@ -181,9 +183,9 @@ def test_a_scale_of_another_name_is_never_left_out(tmp_path: Path) -> None:
 def test_a_scale_that_is_not_there_is_missed(tmp_path: Path) -> None:
     values, _ = fp8()
     folder = write(tmp_path / "a", {"l.weight": values}, FP8)
-    with pytest.raises(anyrank.LoadError, match=r"l\.weight_scale_inv is not in the source"):
+    with pytest.raises(anyrank.LoadError, match=r"l\.weight_scale_inv is missing from the source"):
         anyrank.load(Holder(weight=torch.zeros(ROWS, COLUMNS)), folder)
-    with pytest.raises(anyrank.LoadError, match=r"l\.weight_scale_inv is not in the source"):
+    with pytest.raises(anyrank.LoadError, match=r"l\.weight_scale_inv is missing from the source"):
         anyrank.convert(folder, tmp_path / "b", dtype="bfloat16")
     model = Holder(weight=values.clone().zero_())
     anyrank.load(model, folder)  # as they are stored
@@ -312,7 +314,7 @@ def test_8_bit_weights_are_refused_where_nobody_uses_their_scales(
     torch.save({"model": file}, tmp_path / "w.pt")
     numbers = {key: t.to(torch.int8) if key[2:] == "weight" else t for key, t in file.items()}
     model = two_layers()
-    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \(0\.{name}\)"):
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* have a scale \(0\.{name}\)"):
         anyrank.load(model, numbers, unexpected="ignore", cast="any")
     for call in (anyrank.load, anyrank.plan):
         for source in (path, tmp_path / "w.pt", file):
@@ -366,7 +368,7 @@ def test_8_bit_weights_without_any_scale_are_numbers() -> None:
 
 def advised(error: BaseException) -> Any:
     """The rename= that an error gives."""
-    return ast.literal_eval(str(error).split("by rename=")[1].split(", added")[0])
+    return ast.literal_eval(str(error).split("scales with rename=")[1].split(", added")[0])
 
 
 @pytest.mark.parametrize(
@@ -421,7 +423,7 @@ def test_an_8_bit_weight_is_refused_beside_what_may_be_its_scale(
     model = two_layers()
     options: dict[str, Any] = {"cast": "any", "unexpected": "ignore"}
     with pytest.raises(
-        anyrank.LoadError, match=rf"0\.weight: is .* beside it \({name}\)"
+        anyrank.LoadError, match=rf"0\.weight: is .* have a scale \({name}\)"
     ) as failed:
         anyrank.load(model, source, **options)
     anyrank.load(model, source, rename=advised(failed.value), **options)
@@ -447,18 +449,18 @@ def test_scales_in_a_table_of_their_own_are_not_left_out(
     path, [table] = tmp_path / "w.pt", tables
     torch.save({"model": weights, **tables}, path)
     model = two_layers()
-    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* have a scale \({table}\.0"):
         anyrank.load(model, path)
-    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+    with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* have a scale \({table}\.0"):
         anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
     anyrank.load(model, path, rename=lambda key: "" if key.startswith(table) else key)
     assert torch.equal(model.get_parameter("0.weight"), torch.ones(4, 4))
     # Nor where the caller says which table the weights are, whether another could be meant or not.
     for others in ({}, {"model": {"0.weight": torch.zeros(4, 4), "1.weight": torch.zeros(4, 4)}}):
         torch.save({"ema": weights, **others, **tables}, path)
-        with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+        with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* have a scale \({table}\.0"):
             anyrank.load(model, path, rename={"ema": ""})
-        with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* beside it \({table}\.0"):
+        with pytest.raises(anyrank.LoadError, match=rf"0\.weight: is .* have a scale \({table}\.0"):
             anyrank.convert(path, tmp_path / "out", dtype="bfloat16", rename={"ema": ""})
 
 

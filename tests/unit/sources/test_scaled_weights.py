@@ -161,11 +161,11 @@ def test_a_scale_outside_of_the_weights_module_is_not_ignored(
     tensors = {f"{above}fc.weight": weight(FP8), f"{above}{name}": torch.tensor(0.01)}
     written = (in_safetensors, in_torch, in_dcp)
     for source in (*(write(tmp_path, tensors) for write in written), tensors):
-        with pytest.raises(anyrank.LoadError, match=rf"beside it \({above}{name}\)"):
+        with pytest.raises(anyrank.LoadError, match=rf"have a scale \({above}{name}\)"):
             anyrank.load(layer(above), source, unexpected="ignore")
-        with pytest.raises(anyrank.LoadError, match=rf"beside it \({above}{name}\)"):
+        with pytest.raises(anyrank.LoadError, match=rf"have a scale \({above}{name}\)"):
             anyrank.convert(source, tmp_path / "out", dtype="bfloat16")
-    with pytest.raises(anyrank.LoadError, match=rf"beside it \({above}{name}\)"):
+    with pytest.raises(anyrank.LoadError, match=rf"have a scale \({above}{name}\)"):
         anyrank.sync(layer(above), tensors, unexpected="ignore")
     anyrank.convert(source, tmp_path / "out")  # as it is
     left_out = {f"{above}{name}": ""}
@@ -178,9 +178,9 @@ def test_a_scale_beside_the_table_of_weights_is_not_ignored(name: str, tmp_path:
     path = tmp_path / "w.pt"
     weights = {"fc.weight": weight(FP8), "norm.weight": torch.ones(2)}
     torch.save({"model": weights, name: torch.tensor(0.01)}, path)
-    with pytest.raises(anyrank.LoadError, match=rf"beside it \({name}\)"):
+    with pytest.raises(anyrank.LoadError, match=rf"have a scale \({name}\)"):
         anyrank.load(layer(""), path, unexpected="ignore")
-    with pytest.raises(anyrank.LoadError, match=rf"beside it \({name}\)"):
+    with pytest.raises(anyrank.LoadError, match=rf"have a scale \({name}\)"):
         anyrank.convert(path, tmp_path / "out", dtype="bfloat16")
 
 
