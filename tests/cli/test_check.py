@@ -143,7 +143,7 @@ def test_an_optimizer_of_nothing_is_found_at_the_next_forward(
     Path("train.py").write_text(SCRIPT)
     result = forked("check train.py --stale")
     assert result.exit_code == 1, result.stderr
-    assert "misses 6 trainable parameters, and holds 1 of their shapes" in result.stdout
+    assert "lacks 6 trainable parameters, and holds 1 of the same shapes" in result.stdout
     assert not Path("ended").exists()
 
 
