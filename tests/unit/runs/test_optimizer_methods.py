@@ -251,6 +251,64 @@ def test_torchs_own_caches_are_no_state(tmp_path: Path) -> None:
     assert report.components["optimizer"] == "exact"
 
 
+def lbfgs(net: Any, parameters: Any = None) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(parameters or net.parameters(), lr=0.1, max_iter=2)
+
+
+def lbfgs_step(net: nn.Module, optimizer: torch.optim.LBFGS) -> None:
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = net(torch.linspace(-1, 1, 8).reshape(2, 4)).square().mean()
+        total.backward()
+        return total
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+
+
+def test_a_history_over_all_parameters_is_for_these_in_this_order(tmp_path: Path) -> None:
+    """LBFGS keeps one vector over all parameters: in another order it is another vector."""
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = lbfgs(net)
+    lbfgs_step(net, optimizer)
+    save(tmp_path, anyrank.TrainState(net, optimizer))
+    lbfgs_step(net, optimizer)
+    others: dict[str, Any] = {
+        "another order": lambda net: [*net[1].parameters(), *net[0].parameters()],
+        "fewer": lambda net: [*net[0].parameters()],
+    }
+    for what, choose in others.items():
+        again: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        before = again[0].weight.detach().clone()
+        state = anyrank.TrainState(again, lbfgs(again, choose(again)))
+        with pytest.raises(anyrank.CheckpointError, match=r"in one order.* skip=\['optimizer'\]"):
+            resume(tmp_path, state, drop=["1.*"] if what == "fewer" else [])
+        assert torch.equal(again[0].weight, before)
+        assert resume(tmp_path, state, skip=["optimizer"]) is not None
+    same: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    history = lbfgs(same)
+    resume(tmp_path, anyrank.TrainState(same, history))
+    lbfgs_step(same, history)
+    assert torch.equal(same[0].weight, net[0].weight)
+
+
+def test_a_history_over_all_parameters_comes_from_a_scripts_file(tmp_path: Path) -> None:
+    net: Any = nn.Linear(4, 4)
+    optimizer = lbfgs(net)
+    lbfgs_step(net, optimizer)
+    tables = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(tables, tmp_path / "a.pt")
+    lbfgs_step(net, optimizer)
+    again: Any = nn.Linear(4, 4)
+    history = lbfgs(again)
+    state = anyrank.TrainState(again, history)
+    with anyrank.Checkpoints(tmp_path / "run", state) as ckpts:
+        report = ckpts.resume(tmp_path / "a.pt")
+    assert report is not None
+    assert report.components["optimizer"] == "exact"
+    lbfgs_step(again, history)
+    assert torch.equal(again.weight, net.weight)
+
+
 def test_a_load_state_dict_of_its_own_is_called_and_casts_nothing(tmp_path: Path) -> None:
     def make(net: nn.Module) -> Any:
         optimizer = Linked(net.bfloat16().parameters(), lr=0.1)

@@ -7,6 +7,7 @@ groups, with the same number of parameters, in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.json_codec import to_json
 from anyrank.files.manifest import IMPLEMENTATION
-from anyrank.runs.state.optimizer import UNKNOWN, Names
+from anyrank.runs.state.optimizer import UNKNOWN, Names, keeps_one_vector
 from anyrank.runs.state.optimizer_own import has_own_methods
 from anyrank.runs.state.part_types import in_line
 from anyrank.sources.foreign.checkpoint import ForeignGroup, ForeignOptimizer, Unread
@@ -67,11 +68,14 @@ def record_of(
 
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     kept = KEPT.get(type(optimizer).__name__, ()) if is_torchs else ()
+    in_all = sum(math.prod(tensor.shape) for tensor in params.values())
+    vector = (in_all,) if keeps_one_vector(optimizer) else None
     state: dict[str, Any] = {}
     for key, entries in source.state.items():
         name = own_names[key]
         if name in params:
-            problems += _misfits(f"{part}.state.{name}", entries, params[name].shape, kept)
+            where, shape = f"{part}.state.{name}", params[name].shape
+            problems += _misfits(where, entries, shape, kept, vector)
         state[name] = _json(entries, f"{part}.state.{name}", put)
     groups = [
         {
@@ -176,15 +180,27 @@ def _our_names(
 
 
 def _misfits(
-    where: str, entries: Mapping[str, Any], shape: Sequence[int], kept: Collection[str]
+    where: str,
+    entries: Mapping[str, Any],
+    shape: Sequence[int],
+    kept: Collection[str],
+    vector: tuple[int] | None,
 ) -> list[str]:
-    """Describe the saved state of a parameter that does not match that parameter."""
+    """Describe the saved state of a parameter that does not match that parameter.
+
+    Args:
+        where: name of the state.
+        entries: the saved state.
+        shape: shape of the parameter.
+        kept: entries that have this shape.
+        vector: shape of state over all parameters, if the optimizer has such.
+    """
     lost = [key for key in kept if key not in entries] if entries else []
     problems = [f"{where}: the checkpoint has no {', '.join(lost)}"] if lost else []
     for key, value in entries.items():
         if not isinstance(value, StoredTensor):
             continue
-        whole = value.shape == tuple(shape)
+        whole = value.shape in (tuple(shape), vector)
         part = len(value.shape) <= len(shape) and all(n == 1 or n in shape for n in value.shape)
         if not whole and (key in kept or not (part or value.numel == 1)):
             problems.append(

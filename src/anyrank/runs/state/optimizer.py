@@ -56,6 +56,7 @@ from anyrank.tensors.torch_classes import is_dtensor
 from anyrank.world.device import rank_device
 
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
+SHOWN = 4  # parameters to show of an order
 NOT_OPTIONS = ("params", "param_names")  # the checkpoint has these under other names
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
@@ -199,6 +200,15 @@ def match_optimizer(
         matched.problems += [in_line(title, shown)]
     if record["class"] not in (name, UNKNOWN):
         matched.problems.append(other_class(part, name, record["class"]))
+    elif keeps_one_vector(optimizer) and record["state"] and not matched.problems:
+        saved_order = [name for group in record["groups"] for name in group["params"]]
+        if saved_order != [*by_name]:
+            matched.problems.append(
+                f"{part}: the history of {name} is over all parameters in one order, which was "
+                f"{', '.join(saved_order[:SHOWN])}, and is {', '.join([*by_name][:SHOWN])} now: "
+                f"make it of the same parameters in the saved order, or leave it as it is with "
+                f"skip=[{part!r}]"
+            )
     if matched.problems:
         return matched
     allocator = _StateAllocator(source, matched, optimizer, rank, record.get("alike", ()))
@@ -223,6 +233,11 @@ def match_optimizer(
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
+
+
+def keeps_one_vector(optimizer: Optimizer) -> bool:
+    """Return whether the first parameter's state is over all parameters, one after the other."""
+    return any("LBFGS" in kind.__name__ for kind in type(optimizer).__mro__)
 
 
 def _has_same_groups(optimizer: Optimizer, record: Any, names: Names) -> bool:
