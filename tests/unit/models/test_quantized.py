@@ -287,6 +287,7 @@ SCALES = [
     *("weight_amax", "weight_quantizer._scale", "weight_quantizer._amax", "SCB", "weight.SCB"),
     *("weight.absmax", "weight.quant_state.nf4", "comfy_quant", "weight_zero_point", "input_scale"),
     *("weight_s", "w_s", "weight.s", "zp", "w_zp", "zeros"),
+    *("weights_scaling_factor", "alpha"),
 ]
 
 

@@ -8,8 +8,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
-from anyrank.models.dialects.transformers.dequantize import without_scales
-from anyrank.models.dialects.transformers.quantized import is_packed, scales_of
+from anyrank.models.dialects.transformers.dequantize import lone_numbers, without_scales
+from anyrank.models.dialects.transformers.quantized import is_packed, may_be_scaled, scales_of
 from anyrank.models.fits import PACKED
 from anyrank.sources.tables.choice import tables_named, take_tables, unused_renames
 from anyrank.sources.tables.parts import parts_of
@@ -117,7 +117,9 @@ def outputs_of(
     cast = [] if dtype is None else [*selection.tensors.values()]
     floating = [stored for stored in cast if stored.dtype.is_floating_point]
     # A uint8 mask is not scaled, even if its module has a parameter with the name of a scale.
-    scaled = {*filter(is_packed, scales_of(listing.tensors.values()).values())}
+    every = [*listing.tensors.values()]
+    scales = scales_of(every) | lone_numbers(every, [t for t in every if may_be_scaled(t)])
+    scaled = {*filter(is_packed, scales.values())}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
     problems = without_scales(listing, [*floating, *integers], None, selection.left_out)
     if problems:

@@ -133,10 +133,10 @@ def without_scales(
     firsts = {stored.name.partition(".")[0] for stored in small}
     tables = listing.tables | (firsts if len(firsts) == 1 else set())
     scales = scales_of([*listing.tensors.values(), *others], beside, tables)
+    # Tools use more names for scales than are known here.
+    scales |= (lone_numbers if unused is None else _beside)(listing.tensors.values(), small)
     scales = {key: name for key, name in scales.items() if key not in left_out}
     if unused is not None:
-        # Tools use more names for scales than are known here.
-        scales |= _beside(listing.tensors.values(), small)
         scales = {key: name for key, name in scales.items() if unused(key)}
     by_name = {name: key for key, name in reversed(scales.items())}
     known = next((info.computed.parts for info in listing.files if info.computed is not None), ())
@@ -197,6 +197,14 @@ def _beside(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> d
         and "bias" not in stored.name.rpartition(".")[2]
     }
     return {key: owner for key, owner in smaller.items() if OWN_SCALES.search(key) is None}
+
+
+def lone_numbers(tensors: Iterable[StoredTensor], small: Sequence[StoredTensor]) -> dict[str, str]:
+    """Keys of single numbers that may be the scale of an 8-bit tensor, by any name -> its key.
+
+    Without a model, a larger tensor may as well be a parameter of the same module.
+    """
+    return _beside((stored for stored in tensors if stored.numel == 1), small)
 
 
 def unknown_method(listing: Listing) -> str | None:

@@ -23,10 +23,13 @@ BLOCK_UNIT = 32  # sizes of blocks are multiples of it, if no configuration stat
 BLOCKS, SCALES, SCALE_INV = "_blocks", "_scales", "_scale_inv"  # suffixes of keys
 # Words in the names of scales of 8-bit weights, for any tool.
 SCALE_WORDS = re.compile(
-    r"scale|amax|absmax|scb|quant|zero_point|(?:^|[._])(?:s|sc|sf|zp|zeros?)$", re.IGNORECASE
+    r"scal(?:e|ing)|amax|absmax|scb|quant|zero_point|(?:^|[._])(?:s|sc|sf|zp|zeros?)$",
+    re.IGNORECASE,
 )
 # Scales that are parameters of a model (CLIP, ConvNeXt, PixArt), and not part of another tensor.
-OWN_SCALES = re.compile(r"(?:^|[._])(?:(?:logit|layer|residual)_?scale|scale_shift)", re.IGNORECASE)
+OWN_SCALES = re.compile(
+    r"(?:^|[._])(?:(?:logit|layer|residual)_?scal(?:e|ing)|scale_shift)", re.IGNORECASE
+)
 # Words in the names of packed weights, for any tool.
 PACKED_WORDS = re.compile(r"weight|packed|blocks|^_data$|^W_q$|^codes$")
 SCALE_DEPTH = 3  # levels below the weight's module, such as weight.quant_state.nf4
