@@ -24,7 +24,8 @@ class FrozenInfo:
         source: path or paths with its weights, as for `load`; None if the parent's checkpoints have
             them.
         tensors: name -> dtype, shape and xxh3-128 of its bytes, for parameters and persistent
-            buffers; None as long as some are on meta or sharded.
+            buffers; None as long as some are on meta or sharded, or are of a class that hides its
+            bytes (quantized ones), which a load and a save refuse.
         versions: name -> identity and version of the tensor that was hashed.
     """
 

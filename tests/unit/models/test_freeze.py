@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.wrapped import Scaled, scaled
 from torch import nn
 
 import anyrank
@@ -486,3 +487,28 @@ def test_a_part_with_a_source_inside_of_one_with_a_source_has_its_own_values(
     anyrank.load(model, {f"head.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()})
     assert torch.equal(outer[0].weight, files["outer"]["0.weight"])
     assert torch.equal(outer[1].weight, files["inner"]["weight"])
+
+
+class Strict(Scaled):
+    """Implements few operations, as torchao's quantized tensors."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(f"{func} of a {cls.__name__}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "sparse"])
+def test_a_part_whose_bytes_are_hidden_freezes_and_a_load_names_it(kind: str) -> None:
+    model: Any = nn.ModuleDict({"part": nn.Linear(4, 4, bias=False), "net": nn.Linear(4, 4)})
+    if kind == "quantized":
+        hidden: Any = scaled(Strict)
+        model["part"].weight = nn.Parameter(hidden, requires_grad=False)
+    else:
+        model["part"].register_buffer("mask", torch.eye(4).to_sparse())
+    anyrank.freeze(model["part"])
+    assert [name for name, _ in model.named_parameters()] == ["net.weight", "net.bias"]
+    weights = {"net.weight": torch.zeros(4, 4), "net.bias": torch.zeros(4)}
+    with pytest.raises(anyrank.LoadError, match=r"part\.(weight: is a Strict|mask: is a .*sparse)"):
+        anyrank.load(model, weights)

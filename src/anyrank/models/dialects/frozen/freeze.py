@@ -32,7 +32,7 @@ from anyrank.tensors.sharded_tensor import version_of
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.tensors.walk import walk
-from anyrank.tensors.wrapped import values_of
+from anyrank.tensors.wrapped import values_of, without_bytes
 from anyrank.world.group import check_group
 
 M = TypeVar("M", bound=nn.Module)
@@ -315,7 +315,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _describe(module: nn.Module) -> dict[str, str] | None:
     """Return `FrozenInfo.tensors` for the current values of the part."""
     tensors = _tensors(module)
-    if any(tensor.is_meta or _is_sharded(tensor) for tensor in tensors.values()):
+    if any(t.is_meta or _is_sharded(t) or without_bytes(t) for t in tensors.values()):
         return None
     return {
         name: f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {content_hash(tensor)}"
