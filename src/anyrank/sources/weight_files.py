@@ -47,9 +47,12 @@ def list_file(storage: Storage, path: str) -> Listing:
         UnsafeFile: a header with impossible sizes, or a pickle that would run code.
     """
     with explain_unreadable(storage, path):
-        name = format_of(path)
-        file_format = _by_head(storage, path) if name is None else FORMATS[name]
-        return file_format.list_file(storage, path)
+        name = format_of_file(storage, path)
+        if name is None:
+            raise LoadError(
+                f"{path}: unknown format. anyrank reads {', '.join(FILES)} and folders of them."
+            )
+        return FORMATS[name].list_file(storage, path)
 
 
 @contextmanager
@@ -69,12 +72,10 @@ def explain_unreadable(storage: Storage, path: str) -> Generator[None]:
         raise type(error)(f"{path}: {what}") from error
 
 
-def _by_head(storage: Storage, path: str) -> FileFormat:
+def format_of_file(storage: Storage, path: str) -> str | None:
+    """Return the name of a file's format, from its ending or its first bytes; None if unknown."""
+    if (name := format_of(path)) is not None:
+        return name
     with closing(storage.open(path)) as file:
         head = read_range(file, 0, min(HEAD_BYTES, file.info.size))
-    for file_format in FORMATS.values():
-        if file_format.is_head(head):
-            return file_format
-    raise LoadError(
-        f"{path}: unknown format. anyrank reads {', '.join(FILES)} and folders of them."
-    )
+    return next((name for name, known in FORMATS.items() if known.is_head(head)), None)

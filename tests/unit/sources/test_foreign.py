@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
@@ -189,6 +190,64 @@ def test_state_of_another_model_or_optimizer_is_refused(tmp_path: Path, what: st
         state = anyrank.TrainState(net, optimizer)
         report = begin(tmp_path / "run", tmp_path / "a", state, skip=["optimizer"])
         assert report.components["optimizer"] == "skipped"
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pth.tar", "last.tar", "weights.th", "checkpoint"])
+def test_a_file_of_torch_save_is_known_by_its_first_bytes(name: str, tmp_path: Path) -> None:
+    net = net_of()
+    optimizer = stepped(net)
+    tables = {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}
+    torch.save(tables, tmp_path / name)
+    state = state_of()
+    report = begin(tmp_path / "run", tmp_path / name, state)
+    assert report.components["model"] == report.components["optimizer"] == "exact"
+    assert state.step == 5
+
+
+def test_a_file_of_weights_alone_is_named(tmp_path: Path) -> None:
+    save_file(net_of().state_dict(), tmp_path / "w")
+    with pytest.raises(anyrank.CheckpointError, match=r"files of torch\.save and folders"):
+        begin(tmp_path / "run", tmp_path / "w", state_of())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_of_an_optimizers_own_state_dict(tmp_path: Path) -> None:
+    """DCP makes strings of the parameters' numbers in keys, and not of those in the groups."""
+
+    def make(net: Any) -> Any:
+        groups = [{"params": net[1].parameters()}, {"params": net[0].parameters(), "lr": 0.5}]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    net = net_of()
+    optimizer = stepped(net, lambda *_, **__: make(net))
+    tables = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(tables, checkpoint_id=tmp_path / "dcp")
+    again = net_of(1)
+    mine = make(again)
+    report = begin(tmp_path / "run", tmp_path / "dcp", anyrank.TrainState(again, mine))
+    assert report.components["optimizer"] == "exact"
+    for ours, theirs in zip(again.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert [group["lr"] for group in mine.param_groups] == [0.1, 0.5]
+
+
+SCALER = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
+
+
+@pytest.mark.parametrize("name", ["amp_scaler", "fp16_scaler", "mine"])
+def test_a_scaler_of_a_script(name: str, tmp_path: Path) -> None:
+    tables = {"state_dict": net_of(), "state_dict_ema": net_of(2)}
+    saved = {key: net.state_dict() for key, net in tables.items()}
+    torch.save({**saved, name: {**SCALER, "_growth_tracker": 1}}, tmp_path / "a.pt")
+    scaler = torch.amp.GradScaler("cpu")
+    net = net_of(1)
+    report = begin(tmp_path / "run", tmp_path / "a.pt", anyrank.TrainState(net, scaler=scaler))
+    if name == "mine":
+        reason = report.components["scaler"].reason
+        assert reason.endswith("it has mine: parts={'scaler': 'mine'} reads that")
+        return
+    assert report.components["scaler"] == "exact"
+    assert scaler.state_dict() == {**SCALER, "_growth_tracker": 1}
 
 
 def test_flat_parameters_of_fsdp1_are_named(tmp_path: Path) -> None:

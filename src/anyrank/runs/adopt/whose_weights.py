@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,6 +16,10 @@ from anyrank.models.match import AVERAGED
 from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.part_names import is_average
+
+# What torch's schedules, and its GradScaler, save.
+SCHEDULE = ("last_epoch", "_last_lr", "_schedulers", "num_bad_epochs")
+SCALER = ("growth_factor", "_growth_tracker")
 
 
 def find_average(
@@ -48,13 +53,13 @@ def candidates_for(thing: Any, source: ForeignCheckpoint) -> list[str]:
         return [*source.optimizers]
     names = [name for name in source.states if name not in source.optimizers]
     if isinstance(thing, LRScheduler):
-        return [name for name in names if "sched" in name or _is_schedule(source.states[name])]
+        return [name for name in names if "sched" in name or _has(SCHEDULE, source.states[name])]
+    if isinstance(thing, torch.amp.GradScaler):
+        return [name for name in names if _has(SCALER, source.states[name])]
     return names
 
 
-def _is_schedule(state: Any) -> bool:
-    """Return True if a state has entries that torch's schedulers save."""
-    names = ("last_epoch", "_last_lr", "_schedulers", "num_bad_epochs")
+def _has(names: Collection[str], state: Any) -> bool:
     return isinstance(state, dict) and any(name in state for name in names)
 
 

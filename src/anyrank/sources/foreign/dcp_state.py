@@ -1,7 +1,8 @@
 """Optimizers and other parts in torch.distributed.checkpoint folders, in both usual layouts.
 
 Nested: `optimizer.state.<parameter>.exp_avg` and `optimizer.param_groups` as a list of groups, as
-torch's `get_optimizer_state_dict` returns them. Flat: the same keys, and
+torch's `get_optimizer_state_dict` returns them; or with numbers instead of names, as an
+optimizer's `state_dict()` has them. Flat: the same keys, and
 `optimizer.param_groups.<parameter>.lr` for each parameter, as with
 `StateDictOptions(flatten_optimizer_state_dict=True)`.
 """
@@ -57,7 +58,11 @@ def read_tree(tree: Any, path: str) -> ForeignOptimizer:
             for group in groups
             if isinstance(group, dict)
         ]
-        return optimizer_of({"state": table["state"], "param_groups": groups}, path)
+        state = table["state"]
+        if any(isinstance(key, int) for group in groups for key in group["params"]):
+            # An optimizer's own state_dict(): DCP has made strings of the numbers in keys.
+            state = {int(key) if str(key).isdecimal() else key: state[key] for key in state}
+        return optimizer_of({"state": state, "param_groups": groups}, path)
     if not any(str(key).startswith(STATE) for key in table):
         shown = ", ".join(map(str, [*table][:10]))
         raise LoadError(

@@ -10,10 +10,10 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.fingerprints import with_fingerprints
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, storage_for
-from anyrank.sources.endings import FILES, format_of
 from anyrank.sources.foreign import accelerate, deepspeed, per_rank, scripts
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.readers.folders import format_of_folder
+from anyrank.sources.weight_files import format_of_file
 
 # Readers of the folders of tools, by name in FOLDERS of `readers/folders.py`.
 RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
@@ -82,12 +82,11 @@ def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignChec
             "load only weights, call anyrank.load."
         )
     if storage.is_file(path):
-        if format_of(path) == "torch":
+        if format_of_file(storage, path) == "torch":
             return scripts.read_file
-        endings = ", ".join(ending for ending, kind in FILES.items() if kind == "torch")
         raise CheckpointError(
-            f"{path}: a run can start only from {endings} and folders. To load only weights, call "
-            "anyrank.load."
+            f"{path}: a run can start only from files of torch.save and folders. To load only "
+            "weights, call anyrank.load."
         )
     raise CheckpointError(
         f"{path}: does not exist (working directory {os.getcwd()}). Pass 'auto', 'must', a step, "

@@ -39,7 +39,9 @@ SCHEDULERS = (
     "scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict",
     "schedulers", "lr_sched", "lr_schedule", "sched", "schedule",
 )  # fmt: skip
-SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "MixedPrecision")
+SCALERS = (
+    "scaler", "scaler_state_dict", "grad_scaler", "amp_scaler", "fp16_scaler", "MixedPrecision",
+)  # fmt: skip
 STEPS = ("global_step", "step", "iteration", "global_steps", "iter", "train_steps")
 PROGRESS = ("train_state", "trainer_state", "progress", "state")
 DATA = re.compile(r"/__(\d+)_[^/]*\.distcp$")  # a file that a rank wrote
