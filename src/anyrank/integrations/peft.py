@@ -226,7 +226,8 @@ def _check_ties(model: PeftModel, layers: Sequence[Any]) -> None:
             raise ValueError(
                 f"{tensor.name}: is tied, so {len(layers_here)} layers would each add the adapter "
                 "to it. Merge into a different model with anyrank.sync(merge=True), which adds it "
-                "once"
+                "once. Layers with adapters of their own first need weights of their own (a copy "
+                "for each)"
             )
 
 
