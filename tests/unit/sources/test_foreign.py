@@ -244,10 +244,59 @@ def test_a_scaler_of_a_script(name: str, tmp_path: Path) -> None:
     report = begin(tmp_path / "run", tmp_path / "a.pt", anyrank.TrainState(net, scaler=scaler))
     if name == "mine":
         reason = report.components["scaler"].reason
-        assert reason.endswith("it has mine: parts={'scaler': 'mine'} reads that")
+        assert reason.endswith("it has mine. parts={'scaler': 'mine'} reads that")
         return
     assert report.components["scaler"] == "exact"
     assert scaler.state_dict() == {**SCALER, "_growth_tracker": 1}
+
+
+def pair_of(nets: Any, optimizers: Any, form: str) -> dict[str, Any]:
+    saved = [[thing.state_dict() for thing in things] for things in (nets, optimizers)]
+    if form == "list":
+        return dict(zip(("models", "optimizers"), saved, strict=True))
+    tables = [dict(zip("gd", states, strict=True)) for states in saved]
+    if form == "dict":
+        return dict(zip(("models", "optimizers"), tables, strict=True))
+    return {f"{name}_model": state for name, state in tables[0].items()} | {
+        f"{name}_optim": state for name, state in tables[1].items()
+    }
+
+
+PAIRS = {
+    "list": ("models.0", "models.1", "optimizers.0", "optimizers.1"),
+    "dict": ("models.g", "models.d", "optimizers.g", "optimizers.d"),
+    "named": ("g_model", "d_model", "g_optim", "d_optim"),
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_parts_names_models_and_optimizers_in_tables_of_these_names(
+    form: str, tmp_path: Path
+) -> None:
+    """Also where a file has nothing under the names that a single model and optimizer have."""
+    nets = net_of(), net_of(1)
+    optimizers = [stepped(net) for net in nets]
+    torch.save(pair_of(nets, optimizers, form), tmp_path / "a.pt")
+    again = net_of(2), net_of(3)
+    mine = [torch.optim.AdamW(net.parameters()) for net in again]
+    parts: dict[str, Any] = dict(zip(("g", "d", "opt_g", "opt_d"), (*again, *mine), strict=True))
+    names = dict(zip(parts, PAIRS[form], strict=True))
+    report = begin(tmp_path / "run", tmp_path / "a.pt", anyrank.TrainState(**parts), parts=names)
+    assert all(report.components[part] == "exact" for part in parts)
+    for saved, filled, old, new in zip(nets, again, optimizers, mine, strict=True):
+        for theirs, ours in zip(saved.parameters(), filled.parameters(), strict=True):
+            assert torch.equal(theirs, ours)
+            assert torch.equal(old.state[theirs]["exp_avg"], new.state[ours]["exp_avg"])
+
+
+def test_no_part_is_advised_to_read_anothers_table(tmp_path: Path) -> None:
+    nets = net_of(), net_of(1)
+    tables = pair_of(nets, [stepped(net) for net in nets], "named")
+    torch.save(tables, tmp_path / "a.pt")
+    parts: dict[str, Any] = {"d": net_of(2), "other": net_of(3)}
+    report = begin(tmp_path / "run", tmp_path / "a.pt", anyrank.TrainState(**parts))
+    assert "parts={'d': 'd_model'} reads that" in report.components["d"].reason
+    assert "parts={'other': ...} reads one of them" in report.components["other"].reason
 
 
 def test_flat_parameters_of_fsdp1_are_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ describe them, and restored as in `resume`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -242,9 +243,12 @@ class ForeignStep(ResumeSource):
         ]
         reason = f"the checkpoint of {source.tool} does not have it"
         if names:
+            words = [name for name in names if part.lower() in re.split(r"[._-]", name.lower())]
+            likely = names if len(names) == 1 else words
+            reads = f"{likely[0]!r}}} reads that" if len(likely) == 1 else "...} reads one of them"
             reason = (
                 f"nothing in the checkpoint of {source.tool} has this name; it has "
-                f"{', '.join(names[:5])}. parts={{{part!r}: {names[0]!r}}} reads that"
+                f"{', '.join(names[:5])}. parts={{{part!r}: {reads}"
             )
         if isinstance(thing, nn.Module) and is_copy_of_model(part, parts):
             reason += (

@@ -140,7 +140,7 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     if "model" not in weights:
         tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
         tensors = {key: value for key, value in tensors.items() if key not in STEPS}
-        if not tensors and not any(map(flat, rest.values())) and not weights:
+        if not tensors and not any(map(flat, _unpacked(rest).values())) and not weights:
             shown = ", ".join(map(str, [*table][:20])) or "nothing"
             raise LoadError(
                 f"{path}: contains no weights under {', '.join(NESTED)}; it contains {shown}"
@@ -184,15 +184,25 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
 
 
 def _unpacked(rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the tables of a checkpoint; those in lists by number, such as `schedules.0`."""
+    """Return the tables of a checkpoint; those in lists by number, such as `schedules.0`, and
+    optimizers in a table by name.
+    """
     tables: dict[str, Any] = {}
     for key, value in rest.items():
         if isinstance(value, list):
             rows = enumerate(cast("list[Any]", value))
             tables |= {f"{key}.{number}": row for number, row in rows if isinstance(row, dict)}
+        elif _holds_optimizers(value):
+            tables |= {f"{key}.{name}": optimizer for name, optimizer in value.items()}
         else:
             tables[key] = value
     return tables
+
+
+def _holds_optimizers(value: Any) -> bool:
+    """Return whether this is a table of the states of optimizers."""
+    rows: list[Any] = [*value.values()] if isinstance(value, dict) else []
+    return bool(rows) and all(isinstance(row, dict) and "param_groups" in row for row in rows)
 
 
 def _has_average(table: dict[str, Any]) -> bool:
@@ -211,6 +221,8 @@ def _take_parts(
     first = names[0]
     parts: list[tuple[str, Any]] = []
     for key in [key for key in rest if key in names or key.removeprefix(f"{first}_").isdigit()]:
+        if _holds_optimizers(rest[key]):
+            continue  # their names, and not their order, say which is which
         value = rest.pop(key)
         trees = cast("list[Any]", value) if isinstance(value, list) else [value]
         for tree in trees:
