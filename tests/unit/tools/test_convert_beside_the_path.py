@@ -100,14 +100,20 @@ def test_a_pipe_and_a_socket_stay_what_they_are(
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "socket"))
     names = sorted(os.listdir(tmp_path))
-    before = {name: os.lstat(tmp_path / name) for name in names}
+
+    def entries() -> dict[str, tuple[int, ...]]:
+        found = {name: os.lstat(tmp_path / name) for name in sorted(os.listdir(tmp_path))}
+        # Not the time of access, which following a link changes.
+        return {name: (s.st_mode, s.st_ino, s.st_mtime_ns) for name, s in found.items()}
+
+    before = entries()
     weights = nn.Linear(2, 2) if source == "model" else {"a": torch.ones(2)}
     for name in names:
         with pytest.raises(ValueError, match=f"{name}: is neither a file nor a folder"):
             anyrank.convert(weights, tmp_path / name, to=to, overwrite=overwrite)
     with pytest.raises(ValueError, match="is not a folder"):
         anyrank.convert(weights, tmp_path / "pipe" / "w", to=to, overwrite=overwrite)
-    assert {name: os.lstat(tmp_path / name) for name in sorted(os.listdir(tmp_path))} == before
+    assert entries() == before
 
 
 @pytest.mark.parametrize("name", ["out", "w.safetensors"])
