@@ -52,7 +52,7 @@ QUESTIONS = {
         "models/dialects/transformers/dequantize.py",
         (
             *("without_scales", "unknown_method", "check_method", "dequantized"),
-            *("packed_weights", "packed_in_words"),
+            *("packed_weights", "packed_in_words", "lone_numbers"),
         ),
         frozenset(
             {

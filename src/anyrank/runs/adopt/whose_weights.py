@@ -19,7 +19,7 @@ from anyrank.sources.part_names import is_average
 
 # What torch's schedules, and its GradScaler, save.
 SCHEDULE = ("last_epoch", "_last_lr", "_schedulers", "num_bad_epochs")
-SCALER = ("growth_factor", "_growth_tracker")
+SCALER = ("growth_factor", "growth_interval")
 
 
 def find_average(
