@@ -204,10 +204,10 @@ def match_optimizer(
         saved_order = [name for group in record["groups"] for name in group["params"]]
         if saved_order != [*by_name]:
             matched.problems.append(
-                f"{part}: the history of {name} is over all parameters in one order, which was "
-                f"{', '.join(saved_order[:SHOWN])}, and is {', '.join([*by_name][:SHOWN])} now: "
-                f"make it of the same parameters in the saved order, or leave it as it is with "
-                f"skip=[{part!r}]"
+                f"{part}: {name} keeps one history over all parameters, in their order, which was "
+                f"{', '.join(saved_order[:SHOWN])} in the saved run and is "
+                f"{', '.join([*by_name][:SHOWN])} here. Make it with the same parameters in the "
+                f"saved order, or pass skip=[{part!r}] to start it anew"
             )
     if matched.problems:
         return matched
