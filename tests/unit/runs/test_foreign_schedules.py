@@ -257,11 +257,11 @@ def adopted(folder: Path, whole_epochs: dict[str, Any], **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("table", "options", "words"),
     [
-        ({"step": 6}, {"epoch": 1}, "About 12 samples will be seen twice"),
-        ({"step": 7, "epoch": 1}, {}, "About 18 samples will be seen twice"),
+        ({"step": 6}, {"epoch": 1}, "About 12 samples will be seen twice."),
+        ({"step": 7, "epoch": 1}, {}, "About 18 samples will be seen twice."),
         ({"step": 8}, {"epoch": 2}, "2 whole epochs; the next one starts"),
         ({"step": 40}, {"epoch": 1}, "1 whole epoch; the next one starts"),  # of other batches
-        ({"step": 6, "epoch": 1.25}, {}, "About 6 samples will be seen twice"),
+        ({"step": 6, "epoch": 1.25}, {}, "About 6 samples will be seen twice."),
     ],
 )
 def test_the_samples_that_are_seen_twice_are_counted(

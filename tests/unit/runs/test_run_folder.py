@@ -556,7 +556,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_first_step(
         resume(tmp_path / "file" / "run", build())
     # For root the system's own answer is always yes.
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
-    with pytest.raises(anyrank.CheckpointError, match=f"this user may not write in {tmp_path}:"):
+    with pytest.raises(anyrank.CheckpointError, match=rf"this user may not write in {tmp_path}\."):
         resume(tmp_path / "a" / "run", build())
     assert os.listdir(tmp_path) == ["file"]
 
@@ -567,7 +567,7 @@ def test_another_user_is_told_that_the_folder_cannot_be_made(tmp_path: Path) -> 
     nobody, path = 65534, "/anyrank-test"
     os.setresuid(nobody, nobody, 0)
     try:
-        with pytest.raises(anyrank.CheckpointError, match="this user may not write in /: "):
+        with pytest.raises(anyrank.CheckpointError, match=r"this user may not write in /\. "):
             resume(path, build())
     finally:
         os.setresuid(0, 0, 0)
