@@ -692,7 +692,9 @@ def test_a_schedule_goes_on_with_another_optimizer_of_as_many_groups(
     before, now = sizes
     fresh = run(before, 0)
     run(before, 3)
-    with pytest.raises(anyrank.CheckpointError, match=rf"has {before} groups and this one {now}"):
+    with pytest.raises(
+        anyrank.CheckpointError, match=rf"has {before} groups? and this one has {now}"
+    ):
         run(now, 4, skip=["optimizer"])
     assert {*run(now, 4, skip=["optimizer", "scheduler"])} == {*fresh}
 
@@ -768,7 +770,7 @@ def test_an_option_whose_state_the_run_has_not_is_an_error(
             ckpts.step_done()
 
     run()
-    with pytest.raises(anyrank.CheckpointError, match=f"optimizer {next(iter(option))}: "):
+    with pytest.raises(anyrank.CheckpointError, match=f"optimizer: {next(iter(option))} is "):
         run(**option)
     run()
 

@@ -176,7 +176,7 @@ def test_frozen_parts_are_stored_by_source_and_hash(tmp_path: Path) -> None:
     resume(run, anyrank.TrainState(model))
     assert torch.equal(model["vae"].weight, part.weight)
     other = whole(nn.Linear(4, 4), source)
-    with pytest.raises(anyrank.CheckpointError, match=r"model.vae: is frozen, and was"):
+    with pytest.raises(anyrank.CheckpointError, match=r"model.vae: is frozen, and had the digest"):
         resume(run, anyrank.TrainState(other))
     thawed = nn.ModuleDict({"vae": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
     with pytest.raises(anyrank.CheckpointError, match="was frozen with source"):
@@ -261,17 +261,17 @@ def misfits() -> dict[str, tuple[Any, str]]:
     half = build()[0].half()
     extra = nn.Sequential(*model, nn.Linear(4, 4))
     return {
-        "another shape": (wide, r"model.0.weight: has shape \[6, 5\], the checkpoint \[6, 4\]"),
+        "another shape": (wide, r"model.0.weight: has shape \[6, 5\], but \[6, 4\] in"),
         "another dtype": ((half, torch.optim.AdamW(half.parameters())), "a resume does not cast"),
         "a new layer": (
             (extra, torch.optim.AdamW(extra.parameters())),
-            "not in the checkpoint: 3.",
+            "missing from the checkpoint: 3.",
         ),
         "fewer layers": (
             (model[:2], torch.optim.AdamW(model[:2].parameters())),
-            "in the checkpoint, and not in the model: 2.",
+            "in the checkpoint, but not in the model: 2.",
         ),
-        "no optimizer": ((model,), "the checkpoint has optimizer, the state does not"),
+        "no optimizer": ((model,), "the checkpoint has the part optimizer, but the TrainState"),
     }
 
 

@@ -798,8 +798,11 @@ def test_a_weighted_run_goes_on_where_it_was_saved() -> None:
     assert same(first + run(again), whole)
     assert again.receipts == [(0, 22, "exactly as drawn")]
     for others, text in (
-        (None, "the run has a dataset with weights=, and the loader a dataset: give the data of"),
-        (weights[::-1], r"the order 'weighted-v1 .*give the run's weights=, or"),
+        (
+            None,
+            "the saved run has a dataset with weights=, but this loader has a dataset",
+        ),
+        (weights[::-1], r"the order 'weighted-v1 .*Pass the saved run's weights=, or"),
     ):
         with pytest.raises(anyrank.CheckpointError, match=text):
             make(weights=others).load_state_dict(loader.state_dict())
@@ -808,7 +811,7 @@ def test_a_weighted_run_goes_on_where_it_was_saved() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0] * 21, r"shape \[21\]: give 22"),
+        ([1.0] * 21, r"shape \[21\]: must be \[22\]"),
         ([-1.0] + [1.0] * 21, "at least 0"),
         ([float("nan")] * 22, "finite"),
         ([0.0] * 22, "not all 0"),

@@ -449,7 +449,7 @@ def test_there_may_be_many_buckets() -> None:
 def test_a_transform_has_to_be_pushed_to() -> None:
     with pytest.raises(TypeError, match="a generator cannot continue"):
         make(transform=lambda rows: rows)
-    with pytest.raises(ValueError, match="transform= with lengths="):
+    with pytest.raises(ValueError, match="transform= cannot be combined with lengths="):
         make(transform=anyrank.Pack(4), lengths=[*SIZES.values()])
 
 
@@ -671,12 +671,12 @@ def read_with(signature: str) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"function": read_with("s, start")}, r"read\(\) has an argument start, but is called"),
+        ({"function": read_with("s, start")}, "read() has an argument start, but is called"),
         (
             {"function": read_with("s, start=0, /")},
-            r"read\(\) has an argument start=0, but is called",
+            "read() has an argument start=0, but is called",
         ),
-        ({"function": read_with("s, *, start")}, r"read\(\) has an argument start, but is called"),
+        ({"function": read_with("s, *, start")}, "read() has an argument start, but is called"),
         ({"transform": anyrank.Pack}, "transform=: pass an instance, not the class Pack"),
         ({"on_batch_change": "rescale"}, "on_batch_change='rescale': a stream cannot be resumed"),
         (

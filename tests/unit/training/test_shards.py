@@ -139,14 +139,14 @@ def test_few_shards_stay_open() -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "names": (
         {"shards": list("abcdf")},
-        "the order 'shards-v1 .*give the run's shards and lengths=",
+        "the order 'shards-v1 .*Pass the saved run's shards and lengths=",
     ),
     "lengths": ({"lengths": [9, 0, 4, 13, 5]}, "the order 'shards-v1 "),
     "shuffle": (
         {"shuffle": False},
         "the saved run has shuffle=True, but this loader has shuffle=False. Set shuffle=True",
     ),
-    "batch": ({"global_batch": 12}, "give 6, which works on any number of ranks$"),
+    "batch": ({"global_batch": 12}, r"Set global_batch=6, which works on any number of ranks\.$"),
 }
 
 
