@@ -117,8 +117,8 @@ def outputs_of(
     cast = [] if dtype is None else [*selection.tensors.values()]
     floating = [stored for stored in cast if stored.dtype.is_floating_point]
     # A uint8 mask is not scaled, even if its module has a parameter with the name of a scale.
-    every = [*listing.tensors.values()]
-    scales = scales_of(every) | lone_numbers(every, [t for t in every if may_be_scaled(t)])
+    tensors = [*listing.tensors.values()]
+    scales = scales_of(tensors) | lone_numbers(tensors, [*filter(may_be_scaled, tensors)])
     scaled = {*filter(is_packed, scales.values())}
     integers = [t for t in cast if not t.dtype.is_floating_point and t.name in scaled]
     problems = without_scales(listing, [*floating, *integers], None, selection.left_out)
