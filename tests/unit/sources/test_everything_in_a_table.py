@@ -102,9 +102,9 @@ def test_arrays_among_tensors_are_named(
     else:
         write(wrap(weights), path)
     for missing in ("error", "keep", "init"):
-        with pytest.raises(anyrank.LoadError, match="mean: is a NumPy array") as failed:
+        with pytest.raises(anyrank.LoadError, match=r"mean: is an? (NumPy )?array") as failed:
             anyrank.load(Clip(), source, rename=rename, missing=missing, unexpected="ignore")
-    with pytest.raises(anyrank.LoadError, match="mean: is a NumPy array"):
+    with pytest.raises(anyrank.LoadError, match=r"mean: is an? (NumPy )?array"):
         anyrank.convert(source, out, rename=rename)
     others = {"w": torch.ones(1)} if place in ("ema", "inner") else {}
     names = {"ema": "ema.", "inner": "net."}.get(place, "")
@@ -178,7 +178,7 @@ def test_a_run_that_begins_from_such_a_file_has_it_all_or_names_it(tmp_path: Pat
     array = {**model.state_dict(), "mean": np.ones(4, np.float32)}
     torch.save({"model": array, "step": 3}, tmp_path / "array.pt")
     with (
-        pytest.raises(anyrank.CheckpointError, match="mean: is a NumPy array"),
+        pytest.raises(anyrank.CheckpointError, match=r"mean: is an? (NumPy )?array"),
         anyrank.Checkpoints(tmp_path / "again", anyrank.TrainState(model=Clip())) as ckpts,
     ):
         ckpts.resume(tmp_path / "array.pt")

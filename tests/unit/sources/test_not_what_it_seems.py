@@ -111,7 +111,7 @@ def test_a_folder_whose_weights_are_further_down_names_where(inner: str, tmp_pat
     folder = tmp_path / "w" / inner
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(save(STATE))
-    with pytest.raises(anyrank.LoadError, match=rf"weights are in {inner}: pass that folder"):
+    with pytest.raises(anyrank.LoadError, match=rf"weights are in {inner}; pass that folder"):
         anyrank.load(nn.Linear(2, 2), tmp_path / "w")
 
 
