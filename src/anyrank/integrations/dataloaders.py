@@ -37,7 +37,7 @@ def elastic_loader(
         dataloader: a torch DataLoader over a dataset with a length, or over a stream that
             `ElasticLoader.from_iterable` accepts. For a dataset, the order must be sequential,
             shuffled, or weighted with replacement; `drop_last` drops the samples that do not fill
-            the epoch's last step.
+            the epoch's last step, and is refused for a stream.
         global_batch: samples of a step, on all ranks together.
         microbatch: samples of one forward pass; default: the DataLoader's batch_size.
         seed: seed of the order and of all random numbers.
@@ -92,6 +92,13 @@ def elastic_loader(
     if has_shards(dataset):
         if keys is not None:
             raise ValueError("keys= needs a dataset with a length, not a stream. Remove keys=")
+        if dataloader.drop_last:
+            raise ValueError(
+                "the training DataLoader has drop_last=True, which is not supported for streams: "
+                "every row is in a step, and the last steps of an epoch may be short. Use "
+                "drop_last=False (dataloader_drop_last=False for the Trainer), or with buckets "
+                "transform=anyrank.Buckets(key, drop_last=True)"
+            )
         return anyrank.ElasticLoader.from_iterable(
             dataset, transform=transform, window=window, **options
         )

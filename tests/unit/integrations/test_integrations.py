@@ -207,6 +207,16 @@ def test_a_dataloader_keeps_its_order_and_its_end() -> None:
     assert {*flat(steps_of(DataLoader(DATA, batch_size=2, sampler=weights)))} == {9}
 
 
+class ShardedStream(IterableDataset[Any]):
+    num_shards = 2
+
+    def shard(self, num_shards: int, index: int) -> ShardedStream:
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(4))
@@ -217,6 +227,10 @@ class Stream(IterableDataset[int]):
     [
         (lambda: [1, 2], "the training data is a list"),
         (lambda: DataLoader(Stream(), batch_size=2), "a stream, whose order cannot be planned"),
+        (
+            lambda: DataLoader(ShardedStream(), batch_size=2, drop_last=True),
+            "drop_last=True, which is not supported for streams",
+        ),
         (lambda: DataLoader(DATA, batch_size=None), "has a batch_sampler, or no batching"),
         (
             lambda: DataLoader(DATA, sampler=torch.utils.data.RandomSampler(DATA, num_samples=4)),
