@@ -216,10 +216,11 @@ class Position:
         fetched = next(self.batches, None)
         samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
         if fetched is None or samples != (plan.epoch, ids):
-            got = "no batch" if fetched is None else f"samples {list(fetched.request.ids)[:8]}"
+            got = "missing" if fetched is None else f"of samples {list(fetched.request.ids)[:8]}"
             raise CheckpointError(
                 f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, but the "
-                f"workers returned {got}. Start a new iteration of the loader."
+                f"next batch is {got}, because the loader has two iterations at a time. Use one, "
+                "and a second loader for the same data."
             )
         return fetched
 
