@@ -71,7 +71,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "a list": (header([1]), NOT_ALLOWED),
     "a key twice": (header(b'{"a": 1, "a": 2}'), NOT_ALLOWED),
     "unknown dtype": (header({"a": entry(0, 80, [20], "F31")}), "F31"),
-    "dtype of another type": (header({"a": entry(0, 80, [20], 3)}), "dtype 3 is unknown"),
+    "dtype of another type": (header({"a": entry(0, 80, [20], 3)}), "unknown dtype 3"),
     "negative size": (header({"a": entry(0, 80, [-20])}), NOT_ALLOWED),
     "sizes that overflow": (header({"a": entry(0, 80, [2**62, 8])}), NOT_ALLOWED),
     "no offsets": (header({"a": {"dtype": "F32", "shape": [20]}}), NOT_ALLOWED),
@@ -123,7 +123,7 @@ def test_an_index_that_names_a_missing_shard(tmp_path: Path) -> None:
     shards(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     refused(
-        tmp_path, anyrank.LoadError, r"names model-00002-of-00002.safetensors, which is missing"
+        tmp_path, anyrank.LoadError, r"names model-00002-of-00002.safetensors .*the file is missing"
     )
 
 
@@ -420,7 +420,9 @@ def test_a_class_of_python_in_a_configuration_is_plain_data(tmp_path: Path) -> N
 
 def test_a_pickle_that_torch_did_not_save_is_named(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(pickle.dumps(WEIGHTS))
-    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "written by pickle.dump.*write that with torch")
+    refused(
+        tmp_path / "w.pt", anyrank.UnsafeFile, "written with pickle.dump.*save it again with torch"
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,7 +451,7 @@ def test_tensors_beside_a_module_are_named(is_zip: bool, tmp_path: Path) -> None
 def test_the_index_of_a_folder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "b"}}))
-    refused(path, anyrank.LoadError, "index of a folder of shards.*give the folder")
+    refused(path, anyrank.LoadError, "index of a folder of shards.*pass the folder")
 
 
 @pytest.mark.parametrize(("first", "ending"), [(0, ""), (1, ".fp16"), (0, ".fp16")])

@@ -68,5 +68,5 @@ def job_array() -> str:
 
 def test_an_array_among_sharded_tensors_is_refused_on_all_ranks() -> None:
     first, second = run_ranks(2, job_array)
-    assert "holds 'bias', a ndarray" in first
-    assert "holds 'bias', a ndarray" in second
+    assert "'bias' is of type ndarray" in first
+    assert "'bias' is of type ndarray" in second

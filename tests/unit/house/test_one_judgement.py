@@ -166,7 +166,7 @@ QUESTIONS = {
         ("without_rule",),
         frozenset({"models/match.py"}),  # load, plan, sync, resume from a file
         r"no rule gives initial",
-        frozenset({"models/first_values/initialize.py"}),
+        frozenset({f"models/first_values/{name}.py" for name in ("initialize", "parametrized")}),
     ),
     "Which texts of a safetensors file are ties?": Question(
         "sources/safetensors.py",
