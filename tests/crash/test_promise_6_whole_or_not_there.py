@@ -243,7 +243,7 @@ def test_a_full_disk_is_one_error_on_all_ranks_and_harms_no_commit(
     assert others == alike
     assert len(errors) == 1
     assert "No space left on device" in errors[0]
-    assert "free space" in errors[0]
+    assert "Free space" in errors[0]
     assert steps == [5, 4, 2]
     assert commits == 4  # which the first rank hears of
 

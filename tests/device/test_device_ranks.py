@@ -326,7 +326,7 @@ def test_a_unit_that_computes_on_another_ranks_device_is_refused(tmp_path: Path)
     assert len(errors) == 4
     for error in errors:
         assert "0.weight: fully_shard was called while sim:0 was the current device" in error
-        assert "this rank's is sim:1: call torch.accelerator.set_device_index(1)" in error
+        assert "this rank's device is sim:1. Call torch.accelerator.set_device_index(1)" in error
 
 
 @pytest.mark.parametrize("meta", [False, True])

@@ -155,4 +155,4 @@ def test_what_is_like_no_parameter_comes_back_whole_and_the_report_says_so(tmp_p
     run_ranks(2, job_table, str(tmp_path), True)
     for outcome, reason, kind, shape in run_ranks(2, job_table, str(tmp_path), False):
         assert (outcome, kind, shape) == ("derived", "Tensor", [5, 3])
-        assert reason.endswith("so they are whole on each rank: table.table")
+        assert reason.endswith("so these are whole on each rank: table.table")

@@ -151,7 +151,7 @@ def test_ranks_with_different_models(path: str) -> None:
 def test_ranks_with_different_sources(path: str) -> None:
     kind, text, _ = agreed(run_ranks(3, job_load, path, "path", "own"))
     assert kind == "LoadError"
-    assert f"rank 0 {path!r}, rank 2 {path + '.not-here'!r}" in text
+    assert f"rank 0 ({path!r}) and rank 2 ({path + '.not-here'!r})" in text
 
 
 def test_ranks_with_different_tables(path: str) -> None:

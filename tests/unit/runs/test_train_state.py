@@ -958,7 +958,7 @@ def test_a_scheduler_that_counts_processes_is_refused() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
     derived = type("Derived", (AcceleratedScheduler,), {})
     for given in (AcceleratedScheduler(scheduler, optimizer), derived(scheduler, optimizer)):
-        with pytest.raises(ValueError, match="steps once for each process"):
+        with pytest.raises(ValueError, match="steps once per process"):
             anyrank.TrainState(net, optimizer, scheduler=given)
 
 
