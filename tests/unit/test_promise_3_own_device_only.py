@@ -50,7 +50,7 @@ def test_a_process_that_sees_one_device_owns_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_rank_beyond_the_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "8")
-    with pytest.raises(anyrank.RankError, match=r"local rank 8 .* this machine has 8 of type cuda"):
+    with pytest.raises(anyrank.RankError, match=r"local rank 8 .* this machine has 8 cuda devices"):
         rank_device()
 
 

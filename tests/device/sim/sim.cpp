@@ -66,7 +66,7 @@ bool lazy() {
 
 std::recursive_mutex everything;
 using Lock = std::lock_guard<std::recursive_mutex>;
-bool initialized = false;
+bool has_begun = false;
 
 // ---- clocks, streams, events --------------------------------------------------------------------
 using Clock = std::vector<uint64_t>;
@@ -498,7 +498,7 @@ struct DevAlloc final : c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* d, const void* s, size_t n) const override { copy_bytes(d, s, n); }
-  bool initialized() override { return initialized; }
+  bool initialized() override { return has_begun; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {}
   void recordStream(const c10::DataPtr& p, Stream s) override {
     Guard().recordDataPtrOnStream(p, s);
@@ -626,7 +626,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return num_devices() > 0; }
   void init() const override {
     init_arenas();
-    initialized = true;
+    has_begun = true;
   }
   bool hasPrimaryContext(DeviceIndex d) const override {
     Lock lock(everything);
@@ -1185,7 +1185,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(TYPE, &dev_alloc, 1);
   at::setHostAllocator(TYPE, &host_alloc, 1);
   m.def("init", [] { hooks.init(); });
-  m.def("is_initialized", [] { return initialized; });
+  m.def("is_initialized", [] { return has_begun; });
   m.def("device_count", &num_devices);
   m.def("current_device", [] { return cur_dev; });
   m.def("set_device", [](int d) { hooks.setCurrentDevice(d); });

@@ -177,10 +177,10 @@ class Convolution(nn.Module):
     [
         (dora, "has DoraLinearVariant, but merge=True supports only plain LoRA; merge with PEFT"),
         (lambda: lora(Net(), lora_bias=True), "has lora_bias"),
-        (lambda: lora(Convolution()), "is of a peft.tuners.lora.layer.Conv2d"),
+        (lambda: lora(Convolution()), "belongs to a peft.tuners.lora.layer.Conv2d"),
         (
             lambda: get_peft_model(Net(), IA3Config(target_modules=["up"], feedforward_modules=[])),
-            "is of a peft.tuners.ia3.layer.Linear",
+            "belongs to a peft.tuners.ia3.layer.Linear",
         ),
         (disabled, "its adapters are disabled"),
         (tied, "embed.weight: is tied with head.weight"),
