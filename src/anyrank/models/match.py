@@ -286,8 +286,8 @@ def _unread(
     notes = (note.partition(": ") for note in listing.skipped)
     unread = {key: what for key, _, what in notes if what == NOT_A_TENSOR} | listing.unreadable
     return [
-        f"{key}: is {what}, which anyrank does not read; missing= does not apply to it. Store it "
-        f"as a tensor, or drop it with rename={ {key: ''}!r}"
+        f"{key}: is {what.rstrip('.')}. anyrank does not read it, and missing= does not apply to "
+        f"it. Store it as a tensor, or drop it with rename={ {key: ''}!r}"
         for key, what in unread.items()
         if not wanted.isdisjoint(candidates(rename(key)))
     ]
