@@ -93,7 +93,7 @@ def test_every_new_adapter_on_meta_but_lora_is_refused_before_anything_is_read(
     if report is not None:
         # LN tuning has no tensors of its own: the base fills its copies.
         assert not more
-        assert method == "LORA" or not report.initialized
+        assert method == "LORA" or not report.initialised
         return
     assert method != "LORA" or more, refused
     named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
@@ -122,7 +122,7 @@ def test_a_new_lora_on_meta_has_pefts_first_values(choice: Any, target: str) -> 
         return
     report = anyrank.load(model, dict(base().state_dict()))
     assert expected.keys() == adapter_of(model).keys()
-    assert len(report.initialized) == len(expected)
+    assert len(report.initialised) == len(expected)
     for name, value in adapter_of(model).items():
         assert_same_kind(value, expected[name], name)
 

@@ -99,7 +99,7 @@ def test_a_missing_key_that_is_initialized_is_told(llama: Path) -> None:
     without(llama, "model.layers.1.mlp.up_proj.weight")
     weights, report, told = run("llama", str(llama), missing="init")
     name = "model.layers.1.mlp.up_proj.weight"
-    assert list(report.initialized) == [name]
+    assert list(report.initialised) == [name]
     assert report.missing == [name]
     assert 0.01 < float(weights[name].std()) < 0.04  # the model's initializer_range is 0.02
     assert any("and initialized" in text and name in text for text in told)

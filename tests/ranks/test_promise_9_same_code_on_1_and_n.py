@@ -72,7 +72,7 @@ def job_scratch(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
 def test_from_scratch_on_any_number_of_ranks(kind: str) -> None:
     runs = [run_ranks(world, job_scratch, kind) for world in (1, 2, 3)]
     expected, report = runs[0][0]
-    assert report.initialized
+    assert report.initialised
     for results in runs:
         for values, _ in results:
             assert values.keys() == expected.keys()
@@ -103,7 +103,7 @@ def job_missing(layout: str) -> dict[str, torch.Tensor]:
         "blocks.1.steps": torch.tensor(1.0),
     }
     report = anyrank.load(net, given, missing="init")
-    assert "blocks.1.up.weight" in report.initialized
+    assert "blocks.1.up.weight" in report.initialised
     assert report.tied
     return whole(net)
 
@@ -162,7 +162,7 @@ def test_a_rule_of_the_users_own() -> None:
     with anyrank.meta():
         model = nn.Sequential(nn.Linear(2, 2), Silent())
     report = anyrank.materialize(model, init=twos)
-    assert report.initialized == {"0.weight": "twos", "0.bias": "twos", "1.weight": "twos"}
+    assert report.initialised == {"0.weight": "twos", "0.bias": "twos", "1.weight": "twos"}
     assert all(bool((p == 2).all()) for p in model.parameters())
 
 

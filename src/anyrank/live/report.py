@@ -26,7 +26,7 @@ class SyncReport(FillReport):
         missing: tensors of `dst` that `src` does not contain.
         unexpected: names in `src` that fill no tensor of `dst`.
         kept: missing tensors that kept their values.
-        initialized: missing tensors that were on meta, with the rule that filled them.
+        initialised: missing tensors that were on meta, with the rule that filled them.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         renamed: tensor of `dst` -> its name in `src`, if the two differ.
         tied: tensor of `dst` -> its other names.

@@ -117,7 +117,7 @@ class FillResult:
     def fields(self) -> dict[str, Any]:
         """Return the fields of a report that every fill has."""
         return {
-            "initialized": self.rules,
+            "initialised": self.rules,
             "rebuilt": self.rebuilt,
             "renewed": self.renewed,
             "bytes_sent": [moved.sent for moved in self.moved],

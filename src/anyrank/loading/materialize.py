@@ -43,7 +43,7 @@ def materialize(
             model = torch.nn.Linear(8, 8)
         torch.manual_seed(0)
         report = anyrank.materialize(model, device="cpu")
-        assert report.initialized["weight"] == "Linear.reset_parameters"
+        assert report.initialised["weight"] == "Linear.reset_parameters"
 
     Args:
         model: plain or sharded (FSDP2, tensor parallel).
@@ -55,7 +55,7 @@ def materialize(
             Default: all ranks, or only this process if no group is initialized.
 
     Returns:
-        A report whose `initialized` and `rebuilt` name each tensor and its rule; the same on every
+        A report whose `initialised` and `rebuilt` name each tensor and its rule; the same on every
         rank.
 
     Raises:

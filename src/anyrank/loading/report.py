@@ -31,7 +31,7 @@ class FillReport:
 
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
-    initialized: dict[str, str] = field(default_factory=dict[str, str])
+    initialised: dict[str, str] = field(default_factory=dict[str, str])
     rebuilt: dict[str, str] = field(default_factory=dict[str, str])
     kept: list[str] = field(default_factory=list[str])
     tied: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -54,7 +54,7 @@ class FillReport:
         groups = {
             "missing": self.missing,
             "unexpected": self.unexpected,
-            "initialized": [f"{name} by {rule}" for name, rule in self.initialized.items()],
+            "initialised": [f"{name} by {rule}" for name, rule in self.initialised.items()],
             "rebuilt": [f"{name} by {rule}" for name, rule in self.rebuilt.items()],
             "kept": self.kept,
             "tied": [f"{name} = {', '.join(also)}" for name, also in self.tied.items()],
@@ -81,7 +81,7 @@ class LoadReport(FillReport):
     Attributes:
         missing: tensors of the model that the source does not contain.
         unexpected: keys of the source that fill no tensor of the model.
-        initialized: tensors that got their values from a rule of the model, with the rule.
+        initialised: tensors that got their values from a rule of the model, with the rule.
         rebuilt: non-persistent buffers that were on meta -> the rule that filled them.
         kept: missing tensors that kept their values.
         tied: tensor -> its other names.
@@ -160,7 +160,7 @@ def log_report(report: FillReport, log: logging.Logger, source: str, model: str)
             fact = number_and_fact.format(count(len(items), noun))
             log.warning("%s: %s", fact, join_first(items, 10))
 
-    warn(f"{{}} missing from {source} and initialized", "tensor", [*report.initialized])
+    warn(f"{{}} missing from {source} and initialized", "tensor", [*report.initialised])
     warn(f"{{}} missing from {source} and not changed", "tensor", report.kept)
     why = f"ignored because {model} has no tensor of that name"
     warn(f"{{}} of {source} {why}", "key", report.unexpected)

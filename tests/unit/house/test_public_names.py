@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 
 import anyrank
 from anyrank.testing import RankPool
+from anyrank.tools.inspect.inspect import Inspection
 
 WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
 
@@ -161,3 +162,25 @@ def test_no_class_is_left_out(instances: list[Any]) -> None:
         kind for kind in wanted - looked_at if not issubclass(kind, (BaseException, str, tuple))
     }
     assert not {kind.__name__ for kind in left if not is_dataclass(kind)}
+
+
+# Programs read these: a name that is spelled otherwise is another name.
+FIELDS = {
+    anyrank.LoadReport: "missing unexpected initialised rebuilt kept tied duplicates cast renewed "
+    "verified tensors bytes_sent peak_host_bytes peak_device_bytes seconds own_code "
+    "own_code_not_run frozen format strategy reason nonfinite skipped bytes_read",
+    anyrank.SyncReport: "missing unexpected initialised rebuilt kept tied duplicates cast renewed "
+    "verified tensors bytes_sent peak_host_bytes peak_device_bytes seconds renamed merged frozen "
+    "bytes_received bytes_copied channel channel_bytes group_bytes is_planned",
+    anyrank.LoadPlan: "strategy reason world_size model_bytes source_bytes share_bytes read_bytes "
+    "sent_bytes peak_bytes format missing unexpected",
+    anyrank.ResumeReport: "step epoch samples path saved_on ranks lost_steps lost_samples "
+    "set_aside redone_steps components notes verified bytes_read seconds",
+    Inspection: "path format files tensors dtypes parameters nbytes metadata skipped tied "
+    "quantised steps run_time",
+}
+
+
+@pytest.mark.parametrize("report", FIELDS)
+def test_fields_of_reports_keep_their_names(report: Any) -> None:
+    assert [field.name for field in fields(report)] == FIELDS[report].split()

@@ -254,7 +254,7 @@ def test_diff_of_quantised_and_plain(tmp_path: Path) -> None:
 
 def test_inspect_says_what_they_are(tmp_path: Path) -> None:
     found = anyrank.inspect(fp8_folder(tmp_path / "a"))
-    assert found.quantized == {"l.weight": "fp8"}
+    assert found.quantised == {"l.weight": "fp8"}
     assert "fp8, which `load` dequantizes: 1 tensor and scales" in str(found)
     other = write(tmp_path / "b", {"l.qweight": torch.ones(2)}, {"quant_method": "gptq"})
     assert any("quantized with gptq" in line for line in anyrank.inspect(other).skipped)

@@ -88,7 +88,7 @@ class Inspection:
         tied: name -> the name of an earlier tensor whose bytes it shares.
         metadata: free text from the format.
         skipped: files and keys that `load` ignores, with the reasons.
-        quantized: tensors that `load` dequantizes -> how they are quantized.
+        quantised: tensors that `load` dequantizes -> how they are quantized.
         steps: for a run folder, its committed steps, the newest first. `tensors` are those of the
             newest.
         run_time: for a run folder on a local disk, how its time was spent, from its `log.jsonl`.
@@ -104,7 +104,7 @@ class Inspection:
     metadata: dict[str, str]
     skipped: list[str]
     tied: dict[str, str] = field(default_factory=dict[str, str])
-    quantized: dict[str, str] = field(default_factory=dict[str, str])
+    quantised: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[SavedStep] = field(default_factory=list[SavedStep])
     run_time: RunTime | None = None
 
@@ -125,7 +125,7 @@ def summary(inspection: Inspection) -> list[str]:
     tied = f" ({len(inspection.tied):,} tied)" if inspection.tied else ""
     parts = [inspection.format, count(len(inspection.tensors), "tensor") + tied]
     parts += [f"{inspection.parameters:,} parameters", in_units(inspection.nbytes)]
-    methods = Counter(inspection.quantized.values())
+    methods = Counter(inspection.quantised.values())
     ways = (
         f"{method}, which `load` dequantizes: {count(number, 'tensor')} and scales"
         for method, number in methods.items()
@@ -208,7 +208,7 @@ def inspect(source: Source) -> Inspection:
         metadata=listing.metadata,
         skipped=[*listing.skipped, *_not_read(listing)],
         tied=ties_of(listing.tensors),
-        quantized={pair.name: pair.method for pair in pairs_of(listing.tensors)},
+        quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
         steps=[] if folder is None else steps_in(folder),
         run_time=None if folder is None else sum_up(read_log(folder)),
     )

@@ -219,8 +219,8 @@ class Position:
             got = "missing" if fetched is None else f"of samples {list(fetched.request.ids)[:8]}"
             raise CheckpointError(
                 f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, but the "
-                f"next batch is {got}, because the loader has two iterations at a time. Use one, "
-                "and a second loader for the same data."
+                f"next batch is {got}. Start a new iteration; if something else iterates over the "
+                "loader at the same time, give it a second loader."
             )
         return fetched
 
