@@ -37,7 +37,7 @@ test-all: $(READY)  ## every test: 10 minutes on two quiet cores; no GPU, no net
 	@$(MAKE) --no-print-directory sessions
 
 # Three sessions at a time, as each often waits: for a process to start, or to end, or for a disk.
-# Each prints whole lines, and leaves the seconds of its tests in build/tests.
+# Each prints whole lines (tests/session.py), and leaves the seconds of its tests in build/tests.
 # KEEP=--keep writes them into benchmarks/results/tests.json.
 sessions: $(READY)
 	@rm -rf build/tests
@@ -45,16 +45,15 @@ sessions: $(READY)
 		$(VENV_PYTHON) tests/durations.py build/tests $(KEEP) && exit $$ended
 
 test-ranks: $(READY)
-	$(VENV_PYTHON) -m pytest $(TIER) --record build/tests/ranks.json $(RANKS) 2>&1 \
-		| sed -u 's/^/ranks     | /'
+	@$(VENV_PYTHON) tests/session.py ranks $(TIER) --record build/tests/ranks.json $(RANKS)
 
 test-processes: $(READY)
-	$(VENV_PYTHON) -m pytest $(TIER) --record build/tests/processes.json $(PROCESSES) 2>&1 \
-		| sed -u 's/^/processes | /'
+	@$(VENV_PYTHON) tests/session.py processes $(TIER) --record build/tests/processes.json \
+		$(PROCESSES)
 
 test-others: $(READY)
-	$(VENV_PYTHON) -m pytest $(TIER) --record build/tests/others.json \
-		$(addprefix --ignore=,$(RANKS) $(PROCESSES)) 2>&1 | sed -u 's/^/others    | /'
+	@$(VENV_PYTHON) tests/session.py others $(TIER) --record build/tests/others.json \
+		$(addprefix --ignore=,$(RANKS) $(PROCESSES))
 
 # The same constraints but torch's, and setuptools', which each torch bounds for itself.
 # A green result goes into benchmarks/results/compat.json and the table of docs/reference.md.

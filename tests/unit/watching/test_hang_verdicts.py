@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import anyrank
 from anyrank.watching import looks as looks_module
@@ -894,44 +893,6 @@ def test_ends_of_processes_are_told_in_words() -> None:
     assert ended(3) == "exit code 3"
     assert state_of(2**22 + 1) == ""
     assert Workers().find_dead() == []
-
-
-@pytest.mark.parametrize("is_reaped", [False, True])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_killed_worker_is_named_whether_torch_has_waited_for_it_or_not(
-    method: str, is_reaped: bool
-) -> None:
-    # In a process whose main thread had workers before, torch's handler would raise.
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    loader = DataLoader(torch.arange(1000), num_workers=2, multiprocessing_context=method)
-    with ThreadPoolExecutor(1) as prefetching:  # there torch sets no handler
-        batches: Any = prefetching.submit(iter, loader).result()
-    try:
-        next(batches)
-        workers = Workers()
-        assert workers.find_dead() == []
-        killed = batches._workers[0]
-        os.kill(killed.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
-        if is_reaped:
-            assert not killed.is_alive()
-        assert workers.find_dead() == [
-            f"worker process {killed.pid} of its DataLoader: signal 9 (SIGKILL)"
-        ]
-    finally:
-        batches._shutdown_workers()
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def test_workers_that_torch_ends_were_not_killed() -> None:
-    batches: Any = iter(DataLoader(torch.arange(1000), num_workers=2))
-    next(batches)
-    workers, own_pids = Workers(), {worker.pid for worker in batches._workers}
-    workers.tick()
-    assert own_pids <= workers.known.keys()
-    batches._shutdown_workers()
-    assert workers.find_dead() == []
-    assert own_pids.isdisjoint(workers.known)
 
 
 def test_kills_for_memory_are_those_of_the_own_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
