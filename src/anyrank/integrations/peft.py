@@ -216,7 +216,7 @@ def _check_ties(model: PeftModel, layers: Sequence[Any]) -> None:
     by_weight: dict[int, list[Any]] = {}
     for layer in adding:
         by_weight.setdefault(id(layer.get_base_layer().weight), []).append(layer)
-    for tensor in find_tensors(model):
+    for tensor in find_tensors(model, with_packed=True):
         layers_here = by_weight.get(id(tensor.tensor), [])
         if not layers_here or not isinstance(layers_here[0], LoraLayer):
             continue
@@ -375,16 +375,17 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
     def check() -> None:
         inner = _peft_model(model)
         name = _named(inner, adapter)
-        own_tensors = (tensor for tensor in find_tensors(inner) if name in tensor.name.split("."))
+        tensors = find_tensors(inner, with_packed=True)
+        own_tensors = (tensor for tensor in tensors if name in tensor.name.split("."))
         if scales := other_scales(own_tensors):
             raise ValueError(
                 f"{scales[0]} ({count(len(scales), 'tensor')}), but a PEFT folder stores only the "
                 f"configured scale. Call set_scale({name!r}, 1) of its layers, or create the "
                 "adapter with the scale to save"
             )
-        tensors = inner.state_dict()
-        keys = _keys_in_folder(inner, tensors, name)
-        chosen.append(_Adapter(inner, name, {key: tensors[keys[key]].detach() for key in keys}))
+        state = inner.state_dict()
+        keys = _keys_in_folder(inner, state, name)
+        chosen.append(_Adapter(inner, name, {key: state[keys[key]].detach() for key in keys}))
 
     compare_arguments(ranks, call, {"folder": path, "adapter": adapter}, anyrank.LoadError, check)
     return chosen[0]

@@ -15,6 +15,7 @@ from anyrank.files.listing import NOT_A_TENSOR, Listing
 from anyrank.files.manifest import FORMAT
 from anyrank.models.dialects.dialect import LIVE, Case, Dialect, ModelMatch, Renamer, dialects_of
 from anyrank.models.dialects.registry import DIALECTS
+from anyrank.models.dtensors import layout_of
 from anyrank.models.first_values.buffers import without_rule
 from anyrank.models.first_values.parametrized import parametrized
 from anyrank.models.fits import find_misfit, unwritable
@@ -24,6 +25,7 @@ from anyrank.models.options import LoadOptions
 from anyrank.models.overlaps import shared_on_meta, twins_of
 from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
+from anyrank.models.wrappers import Registration
 from anyrank.sources.tables.choice import unused_renames, weights_for
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import TensorKeys, candidates, is_trained_copy, match_keys
@@ -58,16 +60,36 @@ def match_model(
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
     modules = find_modules(model)
-    tensors = tensors_of(modules) if tensors is None else tensors
+    tensors = tensors_of(modules, with_packed=True) if tensors is None else tensors
+    packed = [t.packed for t in tensors if t.packed is not None]
+    tensors = [t for t in tensors if t.packed is None] if packed else tensors
     weights = _weights_among(tensors, listing, options)
     case = Case(model, modules, tensors, weights, options, parts or {}, DIALECTS)
     dialects = dialects_of(case)
     names = _match_names(case, dialects, listing)
     match, absent = _fill(case, dialects, names)
+    _check_packed(packed, names, match, options)
     problems = _problems(case, dialects, match, absent)
     if problems:
         raise LoadError(join_problems(match.listing, problems))
     return match
+
+
+def _check_packed(
+    packed: Sequence[Registration], names: _Names, match: ModelMatch, options: LoadOptions
+) -> None:
+    """Check that the source does not have to fill frozen quantized parameters.
+
+    They stay as they are if the source is an adapter alone, or with missing="keep".
+
+    Raises:
+        LoadError: the source has one, or may not lack one.
+    """
+    stays = options.missing == "keep" or _is_of_adapter_alone(match)
+    stored = {names.rename(key) for key in names.listing.tensors} if packed else set[str]()
+    for entry in packed:
+        if not stays or not stored.isdisjoint(entry.names):
+            layout_of(getattr(entry.module, entry.attribute), entry.name)  # raises
 
 
 class _Names(NamedTuple):

@@ -158,13 +158,19 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
     modules = find_modules(module)
     if not save_by_own_code(modules):
         return []
-    known = {name for target in tensors_of(modules) for name in target.flat_names()}
+    known: set[str] = set()
+    packed: set[str] = set()  # prefixes of modules whose code also saves the scales of a parameter
+    for target in tensors_of(modules, with_packed=True):
+        known.update(target.flat_names() if target.packed is None else target.packed.names)
+        if target.packed is not None:
+            packed.update(name.rpartition(".")[0] + "." for name in target.packed.names)
     return [
         key
         for key in module.state_dict()
         if not _is_extra(key)
         and known.isdisjoint(candidates(key))
         and not any(key.startswith(f"{name}.") for name in known)
+        and key[: key.rfind(".") + 1] not in packed
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from anyrank.models.wrappers import (
 )
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.torch_classes import is_fsdp1, is_fsdp2
+from anyrank.tensors.wrapped import packed_parts
 
 # nn.Module registers its tensors in these dicts; named_parameters() would take 15 us per tensor.
 REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
@@ -127,20 +129,25 @@ def _check_class(module: nn.Module, raw: str, name: str, frozen: nn.Module | Non
         )
 
 
-def find_tensors(model: nn.Module) -> list[ModelTensor]:
+def find_tensors(model: nn.Module, *, with_packed: bool = False) -> list[ModelTensor]:
     """Return every parameter and buffer of the model, in registration order, ties joined.
 
     FSDP2 units whose parameters are unsharded are resharded first, so that the tensors are those
     that the optimizer updates.
 
+    Args:
+        model: the model.
+        with_packed: whether to list the plain tensors that frozen quantized parameters are made
+            of, in place of an error.
+
     Raises:
         LoadError: FSDP1, quantized or otherwise unreadable tensors, named with their type; two
             tensors whose names differ only in the additions of wrappers.
     """
-    return tensors_of(find_modules(model))
+    return tensors_of(find_modules(model), with_packed=with_packed)
 
 
-def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
+def tensors_of(modules: Sequence[NamedModule], *, with_packed: bool = False) -> list[ModelTensor]:
     """Do what `find_tensors` does, for a model whose modules are known."""
     for owner in modules:
         if is_fsdp2(owner.module):
@@ -156,13 +163,16 @@ def tensors_of(modules: Sequence[NamedModule]) -> list[ModelTensor]:
             for attribute, tensor in module.__dict__[registry].items():
                 if tensor is None:
                     continue
-                entry = owner.registration(attribute)
                 kind_there: Kind = "derived" if attribute in derived else kind
                 known = tensors.get(id(tensor))
                 if known is None:
-                    tensors[id(tensor)] = _model_tensor(tensor, kind_there, owner, entry, layouts)
+                    parts = _packed_targets(tensor, owner, attribute) if with_packed else []
+                    for target in parts or [
+                        _model_tensor(tensor, kind_there, owner, attribute, layouts)
+                    ]:
+                        tensors[id(target.tensor)] = target
                     continue
-                known.registrations.append(entry)
+                known.registrations.append(owner.registration(attribute))
                 if known.kind == "derived":  # a checkpoint has it if one of its modules saves it
                     known.kind = kind_there
     if is_wrapped:  # otherwise names are paths to tensors, which are unique
@@ -188,14 +198,29 @@ def _check_names(tensors: Iterable[ModelTensor]) -> None:
                 )
 
 
+def _packed_targets(tensor: Any, owner: NamedModule, attribute: str) -> list[ModelTensor]:
+    """Return the tensors that a frozen quantized parameter is made of; none for other tensors."""
+    if not isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_lazy(tensor):
+        return []
+    packed = owner.registration(attribute)
+    return [
+        replace(
+            _model_tensor(part, "parameter", owner, f"{attribute}.{name}".rstrip("."), {}),
+            packed=packed,
+        )
+        for name, part in packed_parts(tensor).items()
+    ]
+
+
 def _model_tensor(
-    tensor: Any, kind: Kind, owner: NamedModule, entry: Registration, layouts: dict[Any, Lay]
+    tensor: Any, kind: Kind, owner: NamedModule, attribute: str, layouts: dict[Any, Lay]
 ) -> ModelTensor:
     """Make a tensor's entry for the first module that has it.
 
     Raises:
         LoadError: it has no shape yet, or its layout cannot be read.
     """
+    entry = owner.registration(attribute)
     if is_lazy(tensor):
         raise LoadError(
             f"{entry.name}: is a lazy parameter without a shape. Run the model once on an input, "

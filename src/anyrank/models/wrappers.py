@@ -81,12 +81,14 @@ class ModelTensor(ShardedTensor):
         registrations: its places in the model; several if it is tied.
         adapter: whether it belongs to an adapter (PEFT), which a base checkpoint does not have.
         frozen: the module passed to `freeze()` to which it belongs, if any.
+        packed: the parameter whose class computes its values from this tensor, if any.
     """
 
     kind: Kind
     registrations: list[Registration]
     adapter: bool = False
     frozen: nn.Module | None = None
+    packed: Registration | None = None
 
     @property
     def is_pinned(self) -> bool:

@@ -33,6 +33,25 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return plain
 
 
+def packed_parts(tensor: Any) -> dict[str, torch.Tensor]:
+    """Map names to the plain tensors from which a tensor's class computes its values.
+
+    The name is "" for the tensor's own memory, which under FSDP2 is a plain tensor. Empty for a
+    tensor whose memory has its values, and for one that is not made of plain tensors. Scales that
+    bitsandbytes keeps in other objects are not included.
+    """
+    if type(tensor) in PLAIN or hasattr(tensor, "placements") or not without_bytes(tensor):
+        return {}
+    if type(tensor).__name__ in PACKED:
+        return {"": tensor.detach().as_subclass(torch.Tensor)}
+    parts: dict[str, torch.Tensor] = {}
+    for name in tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ():
+        inner = getattr(tensor, name)
+        below = packed_parts(inner)
+        parts |= {f"{name}.{key}".rstrip("."): part for key, part in below.items()} or {name: inner}
+    return parts
+
+
 def rewrapped(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return `values` in the same wrapper as another tensor; unchanged if that has none."""
     outer: Any = like.detach()

@@ -214,7 +214,7 @@ class _Restorer:
     def _rebuild(self) -> None:
         for part in self.inner.parts.values():
             if isinstance(part, nn.Module):
-                targets = find_tensors(part)
+                targets = find_tensors(part, with_packed=True)
                 initializer, device = Initializer(part, self.inner.seed), default_device(targets)
                 replace(rebuilt_values(targets, self.ranks, initializer, device)[1])
 

@@ -34,26 +34,43 @@ from anyrank.runs.state.part_types import (
 from anyrank.tensors.names import WRAPPERS
 from anyrank.tensors.near_names import near
 from anyrank.tensors.walk import walk
+from anyrank.tensors.wrapped import packed_parts
 
 ALL_ADAPTERS = "*"  # in place of names, if all adapters have the same scale
 
 
-def targets_of(module: nn.Module) -> list[ModelTensor]:
+def targets_of(module: nn.Module, *, has_base: bool = False) -> list[ModelTensor]:
     """List every tensor of a module.
+
+    Args:
+        module: the module.
+        has_base: whether frozen parameters are not written, so that they may be quantized.
 
     Raises:
         CheckpointError: two tensors have the same name in a checkpoint; or the bytes of one cannot
             be located.
     """
     try:
-        targets = find_tensors(module)
+        targets = find_tensors(module, with_packed=has_base)
     except LoadError as error:  # its text on reading also holds for writing
-        raise CheckpointError(str(error)) from error
+        way_out = "" if has_base else _way_out_by_base(module)
+        raise CheckpointError(f"{error}{way_out}") from error
     count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)
     if doubled:
         raise CheckpointError(in_line("several tensors of the model have the same name", doubled))
     return targets
+
+
+def _way_out_by_base(module: nn.Module) -> str:
+    """Return the end of an error's text if the frozen parameters of a module are quantized."""
+    frozen = (p for p in module.parameters() if not p.requires_grad)
+    if not any(packed_parts(parameter) for parameter in frozen):
+        return ""
+    return (
+        ". To train adapters on a frozen quantized model, name its source as TrainState(base=...): "
+        "then the run does not contain it."
+    )
 
 
 def save_module(

@@ -129,11 +129,15 @@ class RunParts:
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """List the tensors of each module that a run writes, by part."""
-        modules = {k: part for k, part in self.parts.items() if isinstance(part, nn.Module)}
-        targets = {part: targets_of(module) for part, module in modules.items()}
+        modules = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
+        targets = {part: self._targets_of(part) for part in modules}
         if self.base is not None:
             targets["model"] = self.base.without(targets["model"], self._trained())
         return targets
+
+    def _targets_of(self, part: str) -> list[ModelTensor]:
+        """List all tensors of a module of the state."""
+        return targets_of(self.parts[part], has_base=part == "model" and self.base is not None)
 
     def _trained(self) -> set[int]:
         """The ids of the parameters that the optimizers hold."""
@@ -155,7 +159,7 @@ class RunParts:
         }
         compare_arguments(ranks, "TrainState", arguments, CheckpointError)
         if self.base is not None:
-            self.base.measure(targets_of(self.parts["model"]), self._trained(), ranks)
+            self.base.measure(self._targets_of("model"), self._trained(), ranks)
 
     def check_optimizers(self, rank: int) -> None:
         """Check that the optimizers can be saved now; warn about state that would be lost.
@@ -180,7 +184,7 @@ class RunParts:
             if part in self.first_rank:
                 saved[part].agreement = "first"
         if self.base is not None:
-            targets = targets_of(self.parts["model"])
+            targets = self._targets_of("model")
             saved["model"].record["base"] = self.base.record(targets, self._trained())
         return saved
 
