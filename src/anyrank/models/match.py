@@ -28,14 +28,19 @@ from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
 from anyrank.models.wrappers import Registration
 from anyrank.sources.tables.choice import unused_renames, weights_for
 from anyrank.sources.tables.renaming import renamer
-from anyrank.tensors.names import TensorKeys, candidates, is_trained_copy, match_keys
+from anyrank.tensors.names import (
+    AVERAGED,
+    TensorKeys,
+    candidates,
+    is_trained_copy,
+    match_keys,
+)
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import first_few
 
 log = logging.getLogger("anyrank.load")
 
 SHOWN = 10
-AVERAGED = "n_averaged"  # the step counter of torch's AveragedModel, not a weight
 
 
 def match_model(

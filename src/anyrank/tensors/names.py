@@ -10,6 +10,7 @@ from anyrank.errors import LoadError
 
 # Name segments that only a wrapper adds.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+AVERAGED = "n_averaged"  # the step counter of torch's AveragedModel, not a weight
 PEFT_PREFIX = "base_model.model."
 PEFT_SEGMENTS = frozenset({"base_layer", "original_module"})
 _ADDED = re.compile("|".join((*WRAPPERS, *PEFT_SEGMENTS, r"^module\b", re.escape(PEFT_PREFIX))))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim.swa_utils import AveragedModel
 
 import anyrank
 from anyrank import faults
@@ -155,6 +156,18 @@ def test_names_lose_what_wrappers_put_into_them(tmp_path: Path) -> None:
     report = anyrank.convert(weights, tmp_path / "out")
     assert read_folder(tmp_path / "out").keys() == {"a.weight", "b.bias"}
     assert report.renamed["module.b._orig_mod.bias"] == "b.bias"
+
+
+def test_an_averaged_model_is_written_under_the_names_of_the_model(tmp_path: Path) -> None:
+    average = AveragedModel(nn.Linear(2, 3))
+    for name, weights in {"plain": average.state_dict(), "in a table": None}.items():
+        torch.save(weights or {"state_dict": average.state_dict()}, tmp_path / "average.pt")
+        report = anyrank.convert(tmp_path / "average.pt", tmp_path / name)
+        assert read_folder(tmp_path / name).keys() == {"weight", "bias"}
+        assert any("counts the updates of an AveragedModel" in text for text in report.skipped)
+    # Without the wrapper's prefix it is the model's own tensor.
+    anyrank.convert({"n_averaged": torch.ones(2), "a": torch.ones(2)}, tmp_path / "own")
+    assert read_folder(tmp_path / "own").keys() == {"n_averaged", "a"}
 
 
 def test_beside_an_optimizer_the_table_of_weights_is_taken(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from anyrank.models.match import AVERAGED
 from anyrank.models.tensors import find_tensors
+from anyrank.tensors.names import AVERAGED
 
 
 def is_counter(name: str) -> bool:

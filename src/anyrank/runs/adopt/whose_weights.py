@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from anyrank.models.match import AVERAGED
 from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.part_names import is_average
+from anyrank.tensors.names import AVERAGED
 
 # What torch's schedules, and its GradScaler, save.
 SCHEDULE = ("last_epoch", "_last_lr", "_schedulers", "num_bad_epochs")

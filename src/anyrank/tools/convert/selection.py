@@ -14,7 +14,7 @@ from anyrank.models.fits import PACKED
 from anyrank.sources.tables.choice import tables_named, take_tables, unused_renames
 from anyrank.sources.tables.parts import parts_of
 from anyrank.sources.tables.renaming import renamer
-from anyrank.tensors.names import WRAPPERS, Rename
+from anyrank.tensors.names import AVERAGED, WRAPPERS, Rename
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tools.convert.output import OutputTensor
 from anyrank.wording import count
@@ -66,8 +66,11 @@ def select(listing: Listing, rename: Rename) -> Selection:
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
     skipped = [f"{key}: rename= leaves it out" for key in left_out]
     names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
-    if names and all(name.startswith("module.") for name in names.values()):
-        names = {key: name.removeprefix("module.") for key, name in names.items()}
+    counters = [key for key, name in names.items() if name == AVERAGED]
+    wrapped = {key: name for key, name in names.items() if key not in counters}
+    if wrapped and all(name.startswith("module.") for name in wrapped.values()):
+        names = {key: name.removeprefix("module.") for key, name in wrapped.items()}
+        skipped += [f"{key}: counts the updates of an AveragedModel" for key in counters]
     tensors: dict[str, StoredTensor] = {}
     owner: dict[str, str] = {}
     for key, name in names.items():
