@@ -463,8 +463,9 @@ def test_no_row_is_dropped() -> None:
     [
         ("feed", None, r"raised by Own.feed, shard .* row \d+, epoch 0, lane "),
         ("end", None, "raised by Own.end, lane "),
-        ("held", [99], r"Own.held\(\) returned \[99\]: must be numbers of rows that were fed"),
+        ("held", [99], r"Own.held\(\) returned \[99\]: must be numbers of .* from 0 in each"),
         ("state_dict", {"x": torch.ones(1)}, r"Own.state_dict\(\) does not return JSON"),
+        ("state_dict", [{"a": {3: 1}}], r"Own.state_dict\(\) has the key 3, which a resume would"),
     ],
 )
 def test_what_is_wrong_with_a_transform_names_it(name: str, answer: Any, text: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from anyrank.training.streams.digests import digest_of
 
@@ -41,11 +41,22 @@ def check_kept(transform: Any, fresh_parts: Mapping[str, str] | None) -> None:
         )
 
 
+def _keys_of(value: Any) -> Iterator[Any]:
+    """Yield the keys of all dicts in a value that JSON can hold."""
+    if isinstance(value, dict):
+        table = cast("dict[Any, Any]", value)
+        yield from table
+        value = [*table.values()]
+    if isinstance(value, list | tuple):
+        for part in cast("list[Any]", value):
+            yield from _keys_of(part)
+
+
 def inner_state_of(transform: Any) -> str:
     """Return a transform's own state as JSON; empty without one.
 
     Raises:
-        TypeError: it is not JSON, or is too large.
+        TypeError: it is not JSON, or is too large, or JSON would change its keys.
     """
     get_state = getattr(transform, "state_dict", None)
     state = None if get_state is None else get_state()
@@ -60,6 +71,13 @@ def inner_state_of(transform: Any) -> str:
         text = json.dumps(state)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name}.state_dict() does not return JSON ({error}). {way_out}") from error
+    for key in _keys_of(state):
+        if not isinstance(key, str):
+            raise TypeError(
+                f"{name}.state_dict() has the key {key!r}, which a resume would return as text, "
+                "because JSON has no other keys. Return such a dict as list(table.items()), and "
+                "make it again with dict() in load_state_dict()."
+            )
     if len(text) > STATE_BYTES:
         raise TypeError(
             f"{name}.state_dict() has {len(text)} bytes, but a lane's limit is {STATE_BYTES}, "

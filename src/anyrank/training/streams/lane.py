@@ -441,7 +441,8 @@ class Lane:
             raise ValueError(
                 f"{type(self.transform).__name__}.held() returned "
                 f"{get_held and sorted(get_held())}: must be numbers of rows that were fed and "
-                f"held since, from 0 to {self._num_forgotten + len(self._fed) - 1}"
+                f"held since, from 0 to {self._num_forgotten + len(self._fed) - 1}. Number rows "
+                "from 0 in each new object, also after load_state_dict()."
             )
         needless = numbers[0] if numbers else len(self._fed)
         for _ in range(needless):
