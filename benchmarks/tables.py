@@ -68,7 +68,8 @@ def machines(_: dict[str, Any]) -> str:
     letters = "; ".join(f"{letter}: 2 cores of {name}" for name, letter in MACHINES.items())
     kinds = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
     return (
-        f"Machine {letters}. Both have 24 GiB of memory, huge pages on madvise and Linux 6.18.44. "
+        f"Machine {letters}. Both have 24 GiB of memory, transparent huge pages set to madvise, and "
+        "Linux 6.18.44. "
         f"Versions: {kinds}."
     )
 
@@ -104,7 +105,7 @@ def load_tables(result: dict[str, Any]) -> str:
         f"A random Llama of {result['model']['bf16_bytes'] / MIB:.0f} MiB in bf16, in "
         f"{result['model']['shards']} shards. Time: "
         "median and range of the ratio to the hand-written minimum of the same repetition, "
-        f"{counts(result['rows'], 'usable_sec')}. Memory: the highest of all repetitions, "
+        f"{counts(result['rows'], 'usable_sec')}. Memory: the highest value, "
         f"{counts(result['rows'], 'peak_x')}."
     )
     return section(result, what, *parts)
@@ -367,7 +368,7 @@ def checked_table(result: dict[str, Any]) -> str:
         f"- A resume of a save of 4 ranks reads {beyond[0]} more than it needs on 1 rank, "
         f"{beyond[1]} on 2 and {beyond[2]} on 3 (goal 2 %), because it verifies whole blocks of "
         "64 KiB.\n"
-        f"- Comparing the replicas takes {percent(replicas['median'], 1)} of ten saves "
+        f"- Comparing the replicas takes {percent(replicas['median'], 1)} of the time of ten saves "
         f"({percent(replicas['least'], 1)} to {percent(replicas['most'], 1)}, "
         f"n = {replicas['n']}).\n"
         f"- `replicas_every=100` takes {percent(every['median'], 2)} of the time "
@@ -382,9 +383,9 @@ def checked_table(result: dict[str, Any]) -> str:
 def sync_table(result: dict[str, Any]) -> str:
     """Return the table of syncs between layouts: time, memory and bytes, beside other ways."""
     columns: Columns = {
-        "weights, ranks: way": lambda row: f"{row['mib']} MiB, {row['case']}: {row['way']}",
+        "weights, ranks: method": lambda row: f"{row['mib']} MiB, {row['case']}: {row['way']}",
         "seconds": lambda row: f"{row['median_sec']:.2f}",
-        "time of anyrank / it": lambda row: (
+        "anyrank's time / this one's": lambda row: (
             f"{row['anyrank_of_it']:.2f}" if "anyrank_of_it" in row else ""
         ),
         "most MiB beside the shares": lambda row: f"{max(row['memory_mib']):.0f}",
@@ -416,7 +417,7 @@ def peers_table(result: dict[str, Any]) -> str:
         f"{result['every']} steps, n = {len(result['runs']['memory'])}. In parentheses: the "
         "median ratio to torchrun in the same repetition."
     )
-    head = ["", "until the next step", "until the first new step"]
+    head = ["", "until the next step ends", "until the killed step ends"]
     return section(result, what, table(head, body))
 
 

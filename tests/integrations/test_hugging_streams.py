@@ -259,13 +259,14 @@ def test_the_number_of_rows_is_compared_with_what_the_dataset_knows(tmp_path: Pa
         assert loader.receipts[0].verdict.startswith(text)
 
 
-def test_the_program_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_the_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[2] / "docs/streams.md").read_text(encoding="utf-8")
     section = page.split("## Hugging Face's streams")[1]
     program = section.split("```python\n")[1].split("```")[0]
-    paths = write("jsonl", tmp_path)
-    for name, path in zip("abc", paths, strict=True):
-        program = program.replace(f"{name}.jsonl", path)
+    write("jsonl", tmp_path)
+    monkeypatch.chdir(tmp_path)
     exec(compile(program, "docs/streams.md", "exec"), {})  # noqa: S102 - the page's own
     assert capsys.readouterr().out == section.split("```text\n")[1].split("```")[0]
 
