@@ -68,9 +68,8 @@ def machines(_: dict[str, Any]) -> str:
     letters = "; ".join(f"{letter}: 2 cores of {name}" for name, letter in MACHINES.items())
     kinds = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
     return (
-        f"Machine {letters}. Both have 24 GiB of memory, transparent huge pages set to madvise, and "
-        "Linux 6.18.44. "
-        f"Versions: {kinds}."
+        f"Machine {letters}. Both have 24 GiB of memory, transparent huge pages set to madvise, "
+        f"and Linux 6.18.44. Versions: {kinds}."
     )
 
 
