@@ -1,4 +1,4 @@
-"""What docs/coming-from.md takes for granted: a model, its data, and a file of a script under DDP."""
+"""What docs/coming-from.md takes for granted: a model, its data, and the file of a DDP script."""
 
 from __future__ import annotations
 
