@@ -90,8 +90,10 @@ def _check_packed(
     Raises:
         LoadError: the source has one, or may not lack one.
     """
+    if not packed:
+        return
     stays = options.missing == "keep" or _is_of_adapter_alone(match)
-    stored = {names.rename(key) for key in names.listing.tensors} if packed else set[str]()
+    stored = {names.rename(key) for key in names.listing.tensors}
     for entry in packed:
         if not stays or not stored.isdisjoint(entry.names):
             layout_of(getattr(entry.module, entry.attribute), entry.name)  # raises
@@ -252,7 +254,7 @@ def _with_missing(
 ) -> tuple[ModelMatch, list[int]]:
     """Return the match with the outcome of tensors without bytes, and those that need bytes."""
     tensors = match.tensors
-    is_adapter = _is_of_adapter_alone(match)
+    is_adapter = bool(missing) and _is_of_adapter_alone(match)
     # A base checkpoint has no adapters, so they are not missing; on meta they need initial values.
     # The file of an adapter does not have the base, which stays as it is.
     needs_no_key = {

@@ -14,7 +14,7 @@ from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
-from anyrank.tensors.wrapped import values_of
+from anyrank.tensors.wrapped import PLAIN, values_of
 
 
 class Twin(NamedTuple):
@@ -37,14 +37,19 @@ def twins_of(tensors: Sequence[ModelTensor]) -> dict[int, Twin]:
     Returns:
         Position -> the earlier tensor.
     """
-    known: dict[tuple[object, ...], int] = {}
-    twins: dict[int, Twin] = {}
+    by_address: dict[int, list[int]] = {}
     for index, target in enumerate(tensors):
+        tensor = target.tensor
         if target.layout is not None or target.is_meta or target.kind == "derived":
             continue
-        tensor = values_of(target.tensor)
-        if not tensor.numel() or tensor.layout != torch.strided:
-            continue
+        if tensor.numel() and tensor.layout == torch.strided:
+            by_address.setdefault(_address(tensor), []).append(index)
+    # A model has many tensors and few twins, so shapes and strides are read only for these.
+    several = [index for indices in by_address.values() if len(indices) > 1 for index in indices]
+    known: dict[tuple[object, ...], int] = {}
+    twins: dict[int, Twin] = {}
+    for index in sorted(several):
+        tensor = values_of(tensors[index].tensor)
         start = (tensor.device, tensor.data_ptr(), tensor.dtype)
         looks = (tuple(tensor.shape), tensor.stride())
         turned = (looks[0][::-1], looks[1][::-1])
@@ -204,6 +209,11 @@ def shared_on_meta(targets: Iterable[ModelTensor]) -> list[str]:
                     "model without anyrank.meta()."
                 )
     return problems
+
+
+def _address(tensor: torch.Tensor) -> int:
+    plain = tensor if type(tensor) in PLAIN else values_of(tensor)
+    return plain.data_ptr()
 
 
 def _first(tensor: torch.Tensor) -> int:

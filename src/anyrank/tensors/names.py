@@ -54,7 +54,7 @@ def is_of_base_layer(key: str) -> bool:
 
 def is_trained_copy(key: str) -> bool:
     """Return whether a key is in the copy of a module that PEFT trains (`modules_to_save`)."""
-    return _TRAINED_COPY.search(key) is not None
+    return "modules_to_save" in key and _TRAINED_COPY.search(key) is not None
 
 
 # A tensor of the model as the matcher sees it: for each place in the model that has it (several if

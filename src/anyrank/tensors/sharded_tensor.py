@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from anyrank.tensors.layout import Layout, Piece, local_pieces, local_shape
-from anyrank.tensors.wrapped import values_of
+from anyrank.tensors.wrapped import PLAIN, values_of
 
 Members: TypeAlias = "tuple[int, ...]"  # global ranks that hold the same part of a tensor
 
@@ -106,7 +106,7 @@ def is_released(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's storage was freed: then a read of its elements ends the process."""
     if not tensor.numel() or tensor.is_meta:
         return False
-    tensor = values_of(tensor)
+    tensor = tensor if type(tensor) in PLAIN else values_of(tensor)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     return tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize
