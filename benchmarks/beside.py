@@ -104,7 +104,7 @@ def call(folder: Path, is_watched: bool) -> Table:
 
     def run() -> None:
         with open_ranks(None, "benchmark") as ranks:
-            ranks.together("nothing", lambda: 0)
+            ranks.run("nothing", lambda: 0)
 
     return in_a_row(run, 200, is_watched)
 
