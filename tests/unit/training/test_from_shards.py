@@ -463,7 +463,7 @@ def test_no_row_is_dropped() -> None:
     [
         ("feed", None, r"raised by Own.feed, shard .* row \d+, epoch 0, lane "),
         ("end", None, "raised by Own.end, lane "),
-        ("held", [99], r"Own.held\(\) returned \[99\]: must be numbers of .* from 0 in each"),
+        ("held", [99], r"this Own was fed rows, or its held\(\) returns some, before the loader"),
         ("state_dict", {"x": torch.ones(1)}, r"Own.state_dict\(\) does not return JSON"),
         ("state_dict", [{"a": {3: 1}}], r"Own.state_dict\(\) has the key 3, which a resume would"),
     ],
@@ -482,6 +482,35 @@ def test_what_is_wrong_with_a_transform_names_it(name: str, answer: Any, text: s
         run(make(transform=Own()))
     notes = getattr(caught.value, "__notes__", [])
     assert re.search(text, " ".join([str(caught.value), *notes]))
+
+
+def test_rows_that_are_held_are_numbered_from_0_in_each_object() -> None:
+    class Own:
+        number = 5  # as one that restores its counter
+
+        def feed(self, row: Any) -> Any:
+            self.number += 1
+            return [row]
+
+        def end(self) -> Any:
+            return []
+
+        def held(self) -> list[int]:
+            return [self.number] * (self.number > 5)
+
+    with pytest.raises(ValueError, match=r"Own.held\(\) returned \[\d+\]: .* from 0 in each new"):
+        run(make(transform=Own()))
+
+
+def test_a_transform_that_was_tried_by_hand_is_refused() -> None:
+    pack, whole = anyrank.Pack(4), anyrank.Pack(4, split=False, pad=0)
+    pack.feed({"input_ids": [1, 2, 3, 4]})  # holds nothing
+    whole.feed({"input_ids": [1, 2]})
+    buckets = anyrank.Buckets("b")
+    buckets.feed({"b": 1})
+    for transform in (pack, whole, buckets):
+        with pytest.raises(ValueError, match=r"was fed rows, or its held.* Pass a new one"):
+            make(transform=transform)
 
 
 @pytest.mark.parametrize(

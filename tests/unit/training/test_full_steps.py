@@ -194,3 +194,18 @@ def test_a_transform_may_yield_its_samples() -> None:
             yield row
 
     assert sum(run(make(Rows(9), transform=Yields()))) == 18
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [lambda rows: (row["id"] for row in rows), lambda rows: NET(torch.ones(len(rows), 1))],
+    ids=["generator", "graph"],
+)
+def test_a_batch_that_cannot_be_copied_is_read_again(collate: Any) -> None:
+    """For a microbatch without rows, at the end of an epoch."""
+    found = 0
+    for step in make(Rows(9, 2, 5), collate_fn=collate):
+        for batch in step.microbatches(NET):
+            found += len([*batch])  # a generator is used up
+            step.backward(NET(torch.ones(1, 1)).mean())
+    assert found == 16

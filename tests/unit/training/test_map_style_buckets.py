@@ -156,8 +156,10 @@ def test_a_resume_with_other_keys_is_refused() -> None:
         make(keys=KEYS[1:] + KEYS[:1]).load_state_dict(loader.state_dict())
     read = make()
     run(read, 2)
-    with pytest.raises(CheckpointError, match="ElasticLoader"):
-        make(Pictures(100)).load_state_dict(read.state_dict())
+    for length in (100, 2):  # 2 samples are fewer than the microbatches of a step
+        text = rf"the saved run did not have length {length}, .*skip=\['data'\]"
+        with pytest.raises(CheckpointError, match=text):
+            make(Pictures(length)).load_state_dict(read.state_dict())
 
 
 def test_a_resume_with_other_keys_says_so() -> None:

@@ -20,6 +20,7 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.training.data.same_settings import WAYS
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.training.random_state.generators import kept
 from anyrank.training.steps.agreed_batches import FIRST, Fetcher, OwnBatches
@@ -225,7 +226,7 @@ class StreamPosition(Position):
         def fetch(slot: MicrobatchSlot) -> FetchedBatch:
             fetched = self.fetch(plan, slot)
             if slot.k == copied and not (slot.is_copy or fetched.request.is_empty):
-                plan.kept[:] = [copy.deepcopy(fetched.batch)]
+                plan.kept[:] = _copies_of(fetched.batch)
             return fetched
 
         def report(batches: Sequence[FetchedBatch]) -> list[Report]:
@@ -289,18 +290,17 @@ class StreamPosition(Position):
         Raises:
             CheckpointError: no lane has a row.
         """
-        if not plan.kept:
-            deal, rows = plan.deal, 0
-            for lane in dict.fromkeys([*plan.lanes, *range(len(deal.states))]):
-                opening = deal.opening(lane)
-                fetched = self.reader.read_once(opening, opening.state.blocks)
-                if not fetched.request.is_empty:
-                    plan.kept.append(fetched.batch)
-                    break
-                rows += fetched.request.state.rows
-            else:
-                raise self._no_rows(rows, count(sum(deal.sizes), "shard"))
-        return copy.deepcopy(plan.kept[0])
+        if plan.kept:
+            return copy.deepcopy(plan.kept[0])
+        deal, rows = plan.deal, 0
+        for lane in dict.fromkeys([*plan.lanes, *range(len(deal.states))]):
+            opening = deal.opening(lane)
+            fetched = self.reader.read_once(opening, opening.state.blocks)
+            if not fetched.request.is_empty:
+                plan.kept[:] = _copies_of(fetched.batch)
+                return fetched.batch
+            rows += fetched.request.state.rows
+        raise self._no_rows(rows, count(sum(deal.sizes), "shard"))
 
     def _no_rows(self, rows: int, shards: str) -> CheckpointError:
         """Make the error for shards in which no sample was found."""
@@ -439,6 +439,13 @@ class StreamPosition(Position):
             stream, name = self.streams.sources[source], self.streams.names[source]
             of_source = f" of {name!r}" if self.streams.mix else ""
             present = len(stream)
+            if stream.num_samples is not None and (
+                num_shards != present or digests[name] != stream.digests(num_shards)
+            ):
+                raise CheckpointError(
+                    f"ElasticLoader: the dataset of the saved run did not have length "
+                    f"{stream.num_samples}, as that of this loader. {WAYS['n']}"
+                )
             if num_shards > present:
                 raise CheckpointError(
                     f"ElasticLoader: the saved run has {count(num_shards, 'shard')}{of_source}, "
@@ -482,3 +489,14 @@ class StreamPosition(Position):
         if not (self.accounts[-1].planned.count or self.constants.endless):
             self._deal_epoch()  # shards may have been appended
         self._open()
+
+
+def _copies_of(batch: Any) -> list[Any]:
+    """Return a copy of a batch; nothing if it cannot be copied, so that it must be read again.
+
+    Generators and tensors with a graph cannot be.
+    """
+    try:
+        return [copy.deepcopy(batch)]
+    except Exception:
+        return []

@@ -119,6 +119,7 @@ class Stream:
 
     Attributes:
         piece: number of rows that are read at a time.
+        num_samples: length of the dataset of which the shards are parts; None for shards.
         note: note for the user on how it is read.
         fingerprint: text that must be the same on every rank, besides the names of the shards.
     """
@@ -143,6 +144,7 @@ class Stream:
         self.shards, self.function, self.transform = shards, read, transform
         self.window, self.piece, self.seed, self.shuffle = window, window or 1, 0, True
         self.num_rows = num_rows
+        self.num_samples: int | None = None
         self.note = self.fingerprint = ""
         self.has_start = _takes_start(read)
         self._digests: dict[int, list[str]] = {}
@@ -233,7 +235,7 @@ class Stream:
 
 
 def _check_transform(transform: Any) -> None:
-    """Raise TypeError if the value is not a transform."""
+    """Raise TypeError if the value is not a transform, ValueError if it was fed rows before."""
     if isinstance(transform, type):
         raise TypeError(f"transform=: pass an instance, not the class {transform.__name__}")
     if transform is not None and not all(
@@ -243,6 +245,12 @@ def _check_transform(transform: Any) -> None:
             f"transform=: expected anyrank.Pack, anyrank.Buckets, or an object with feed(row) and "
             "end(), which return lists of samples (a generator cannot continue after a resume), "
             f"got {type(transform).__name__}"
+        )
+    get_held = getattr(transform, "held", None)
+    if getattr(transform, "_num_fed", 0) or (get_held is not None and [*get_held()]):
+        raise ValueError(
+            f"transform=: this {type(transform).__name__} was fed rows, or its held() returns "
+            "some, before the loader begins. Pass a new one: each lane gets a copy of it."
         )
 
 
