@@ -45,10 +45,10 @@ def twins_of(tensors: Sequence[ModelTensor]) -> dict[int, Twin]:
         if tensor.numel() and tensor.layout == torch.strided:
             by_address.setdefault(_address(tensor), []).append(index)
     # A model has many tensors and few twins, so shapes and strides are read only for these.
-    several = [index for indices in by_address.values() if len(indices) > 1 for index in indices]
+    at_shared = [index for indices in by_address.values() if len(indices) > 1 for index in indices]
     known: dict[tuple[object, ...], int] = {}
     twins: dict[int, Twin] = {}
-    for index in sorted(several):
+    for index in sorted(at_shared):
         tensor = values_of(tensors[index].tensor)
         start = (tensor.device, tensor.data_ptr(), tensor.dtype)
         looks = (tuple(tensor.shape), tensor.stride())
