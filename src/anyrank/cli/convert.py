@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import click
 
+from anyrank.tools.convert.format_names import FormatName
 from anyrank.wording import FLOATS
 
 SIZE = re.compile(r"\s*([0-9]{1,15})\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
@@ -31,7 +33,7 @@ def parse_bytes(text: str | None) -> int | None:
 @click.argument("destination")
 @click.option(
     "--to",
-    type=click.Choice(["safetensors", "dcp", "torch"]),
+    type=click.Choice(get_args(FormatName)),
     default="safetensors",
     show_default=True,
     help="A Hugging Face folder (or one file, if DESTINATION ends with .safetensors), a folder of"

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from torch import nn
 
 import anyrank
 from anyrank.testing import RankPool
+from anyrank.tools.convert.format_names import FormatName
+from anyrank.tools.convert.formats import OUTPUTS
 from anyrank.tools.inspect.inspect import Inspection
 
 WEIGHTS = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
@@ -184,3 +186,8 @@ FIELDS = {
 @pytest.mark.parametrize("report", FIELDS)
 def test_fields_of_reports_keep_their_names(report: Any) -> None:
     assert [field.name for field in fields(report)] == FIELDS[report].split()
+
+
+def test_convert_takes_the_formats_of_its_table_and_no_others() -> None:
+    assert inspect.signature(anyrank.convert).parameters["to"].annotation == "FormatName"
+    assert get_args(FormatName) == tuple(OUTPUTS)

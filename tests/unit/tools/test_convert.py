@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import anyrank
 from anyrank import faults
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.tools.convert.content import all_finite
-from anyrank.tools.convert.output import OutputTensor
-from anyrank.tools.convert.planned_files import plan_torch_file
+from anyrank.tools.convert.formats import OUTPUTS
+from anyrank.tools.convert.output import Contents, Output, OutputTensor
+from anyrank.tools.convert.planned_files import plan_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 
@@ -360,10 +362,26 @@ def test_a_dcp_folder_is_read_by_torch(tmp_path: Path) -> None:
     assert anyrank.verify(tmp_path / "out")
 
 
+def test_a_new_row_of_the_table_is_all_that_a_format_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Contents] = []
+
+    def plan(contents: Contents) -> Output:
+        planned.append(contents)
+        return plan_torch(contents)
+
+    monkeypatch.setitem(OUTPUTS, "npz", replace(OUTPUTS["torch"], plan=plan))
+    to: Any = "npz"
+    report = anyrank.convert({"w": torch.ones(2)}, tmp_path / "w.npz", to=to)
+    assert (report.format, report.files) == ("npz", ["w.npz"])
+    assert [contents.file_name for contents in planned] == ["w.npz"]
+
+
 def test_a_zip_beyond_4_gib_has_64_bit_records(tmp_path: Path) -> None:
     wide = OutputTensor("wide", (1 << 31,), torch.float32)
     after = OutputTensor("after", (5,), torch.float32)
-    (file,) = plan_torch_file("w.pt", [wide, after], {}).files
+    (file,) = plan_torch(Contents([wide, after], file_name="w.pt")).files
     with open(tmp_path / "w.pt", "wb") as made:  # with a hole for the values
         made.truncate(file.size)
         for offset, data in file.fixed:

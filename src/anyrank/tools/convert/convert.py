@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from anyrank.checks import check_model, check_path
 from anyrank.models.dialects.layouts.given import GivenLayout
 from anyrank.sources.source import Source, check_source
 from anyrank.tensors.names import Rename
+from anyrank.tools.convert.format_names import FormatName
 from anyrank.tools.convert.live import convert_live
 from anyrank.tools.convert.options import ConvertOptions
 from anyrank.tools.convert.report import ConvertReport
@@ -23,7 +23,7 @@ def convert(
     src: Source | nn.Module,
     dst: str | os.PathLike[str],
     *,
-    to: Literal["safetensors", "dcp", "torch"] = "safetensors",
+    to: FormatName = "safetensors",
     dtype: torch.dtype | str | None = None,
     rename: Rename = None,
     shard_bytes: int | None = None,

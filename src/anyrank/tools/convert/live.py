@@ -108,8 +108,8 @@ def convert_live(
             weights = {name: listing.tensors[name] for name in names}
             selection = as_files(Selection(weights, tied), listing, model, tensors)
             selection = _renamed(selection, listing, options.rename)
-            has_files = options.to == "safetensors" and not target.is_file
-            small = configuration(model, options.cast_dtype) if has_files else {}
+            has_configuration = options.format.has_configuration and not target.is_file
+            small = configuration(model, options.cast_dtype) if has_configuration else {}
             return convert_listing(listing, selection, target, options, small=small)
 
         if ranks.size == 1:
@@ -178,9 +178,8 @@ def _renamed(selection: Selection, listing: Listing, rename: Rename) -> Selectio
     idle = unused_renames(rename, whole, whole, owners)
     new_name = renamer(rename)
     names = {name: new for name in owners if (new := new_name(name))}
-    first: dict[
-        str, str
-    ] = {}  # an owner that is left out is written under the name of a tied tensor
+    # An owner that is left out is written under the name of a tied tensor.
+    first: dict[str, str] = {}
     for name, new in names.items():
         first.setdefault(owners[name], new)
     twice = [name for name, number in Counter(names.values()).items() if number > 1]

@@ -12,10 +12,8 @@ from anyrank.models.dialects.layouts.given import GivenLayout, check_layout
 from anyrank.sources.endings import format_of
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
+from anyrank.tools.convert.formats import OUTPUTS, OutputFormat
 from anyrank.wording import FLOATS, alternatives
-
-OUTPUT_FORMATS = ("safetensors", "dcp", "torch")
-SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -35,17 +33,23 @@ class ConvertOptions:
     layout: GivenLayout
 
     def __post_init__(self) -> None:
-        check_choice("to", self.to, OUTPUT_FORMATS)
+        check_choice("to", self.to, [*OUTPUTS])
         if self.shard_bytes is not None:
-            if self.to != "safetensors":
+            if not self.format.has_shards:
+                names = alternatives([name for name, row in OUTPUTS.items() if row.has_shards])
                 raise ValueError(
-                    f"shard_bytes= is only for to='safetensors', and to={self.to!r}. Remove it"
+                    f"shard_bytes= is only for to={names}, and to={self.to!r}. Remove it"
                 )
             check_int("shard_bytes", self.shard_bytes, 1)
         check_bool(overwrite=self.overwrite)
         renamer(self.rename)
         check_layout(self.layout)
         _ = self.cast_dtype
+
+    @property
+    def format(self) -> OutputFormat:
+        """The format to write."""
+        return OUTPUTS[self.to]
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
@@ -69,7 +73,7 @@ class ConvertOptions:
 
     def is_file(self, dst: str | os.PathLike[str]) -> bool:
         """Return whether the destination is a single file, not a folder."""
-        return self.to == "torch" or format_of(os.fspath(dst)) == self.to
+        return not self.format.has_folder or format_of(os.fspath(dst)) == self.to
 
     def check_name(self, dst: str) -> None:
         """Check that the ending of the destination is not that of a different format.
@@ -79,11 +83,7 @@ class ConvertOptions:
         """
         named = format_of(dst) or self.to
         if named != self.to:
-            hint = (
-                f"to={named!r}, or a different name"
-                if named in OUTPUT_FORMATS
-                else "a different name"
-            )
+            hint = f"to={named!r}, or a different name" if named in OUTPUTS else "a different name"
             raise ValueError(
                 f"dst={dst!r}: is the name of a {named} file, but to={self.to!r}. Pass {hint}"
             )

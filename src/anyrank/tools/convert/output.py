@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -26,6 +27,29 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an output holds, in any format.
+
+    Attributes:
+        tensors: the tensors to write.
+        tied: name -> the name whose bytes it shares.
+        file_name: name of the output's only file; "" if the output is a folder.
+        stem: start of the names of weight files in a folder.
+        shard_bytes: maximum bytes of tensors per file in a folder; None for the default.
+        metadata: free text of the source.
+        quantization: the `quantization_config` of the source, if the weights stay quantized.
+    """
+
+    tensors: Sequence[OutputTensor]
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
+    file_name: str = ""
+    stem: str = "model"
+    shard_bytes: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    quantization: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +125,12 @@ class Output:
         return sum(file.size for file in self.files) + sum(map(len, self.small.values()))
 
 
-def shards_of(tensors: Sequence[OutputTensor], most_bytes: int | None) -> list[list[OutputTensor]]:
+def shards_of(tensors: Sequence[OutputTensor], most_bytes: int) -> list[list[OutputTensor]]:
     """Group tensors, in order, by at most `most_bytes`; a larger tensor is its own group."""
     groups: list[list[OutputTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:
-        if most_bytes is not None and groups[-1] and group_bytes + tensor.nbytes > most_bytes:
+        if groups[-1] and group_bytes + tensor.nbytes > most_bytes:
             groups.append([])
             group_bytes = 0
         groups[-1].append(tensor)

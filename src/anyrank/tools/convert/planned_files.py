@@ -1,4 +1,4 @@
-"""Plan the files of each output format, byte by byte."""
+"""Plan the files of each output format, byte by byte; `OUTPUTS` in formats.py lists the formats."""
 
 from __future__ import annotations
 
@@ -9,23 +9,50 @@ from functools import partial
 from anyrank.errors import LoadError
 from anyrank.sources import torch_zip
 from anyrank.sources.dcp_output import DcpPiece, DcpTensor, pickle_metadata
+from anyrank.sources.readers.config_json import CONFIG, QUANTIZATION
 from anyrank.sources.run_step import METADATA
 from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED, with_ties
 from anyrank.sources.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.writes import PIECE_BYTES
-from anyrank.tools.convert.output import FileSpan, Output, OutputFile, OutputTensor, shards_of
+from anyrank.tools.convert.output import (
+    Contents,
+    FileSpan,
+    Output,
+    OutputFile,
+    OutputTensor,
+    shards_of,
+)
 
 DCP_DATA = "__0_0.distcp"
+FOR_TRANSFORMERS = {"format": "pt"}  # transformers requires it
+SHARD_BYTES = 5_000_000_000
 
 
-def plan_safetensors(
+def plan_safetensors(contents: Contents) -> Output:
+    """Plan a file of safetensors, or a Hugging Face folder.
+
+    Raises:
+        LoadError: the format does not have a dtype or allow a name, or the header is too long.
+    """
+    metadata = {key: text for key, text in contents.metadata.items() if key != QUANTIZATION}
+    if contents.quantization:
+        metadata[QUANTIZATION] = json.dumps(contents.quantization)
+    metadata |= FOR_TRANSFORMERS
+    tensors, tied = contents.tensors, contents.tied
+    if contents.file_name:
+        return Output((_plan_file(contents.file_name, tensors, tied, metadata),))
+    shard_bytes = contents.shard_bytes or SHARD_BYTES
+    return _plan_folder(tensors, tied, metadata, shard_bytes, contents.stem)
+
+
+def _plan_file(
     name: str,
     tensors: Sequence[OutputTensor],
     tied: Mapping[str, str],
     metadata: Mapping[str, str],
 ) -> OutputFile:
-    """Plan one file, with its tensors sorted by element size so that each is aligned.
+    """Plan one file of safetensors, its tensors sorted by element size so that each is aligned.
 
     Args:
         name: name of the file.
@@ -70,7 +97,7 @@ def plan_safetensors(
     return OutputFile(name, start, ((0, head),), tuple(spans))
 
 
-def plan_safetensors_folder(
+def _plan_folder(
     tensors: Sequence[OutputTensor],
     tied: Mapping[str, str],
     metadata: Mapping[str, str],
@@ -80,16 +107,16 @@ def plan_safetensors_folder(
     """Plan a Hugging Face folder: one file, or shards of at most `shard_bytes` and their index.
 
     Raises:
-        LoadError: as for `plan_safetensors`.
+        LoadError: as for `_plan_file`.
     """
     groups = shards_of(tensors, shard_bytes)
     if len(groups) == 1:
-        return Output((plan_safetensors(f"{stem}.safetensors", groups[0], tied, metadata),))
+        return Output((_plan_file(f"{stem}.safetensors", groups[0], tied, metadata),))
     files: list[OutputFile] = []
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
-        files.append(plan_safetensors(name, group, tied, metadata))
+        files.append(_plan_file(name, group, tied, metadata))
         weight_map |= dict.fromkeys((tensor.name for tensor in group), name)
     total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
     index = {"metadata": total, "weight_map": weight_map}
@@ -97,32 +124,35 @@ def plan_safetensors_folder(
     return Output(tuple(files), {f"{stem}.safetensors.index.json": text.encode()})
 
 
-def plan_torch_file(
-    name: str, tensors: Sequence[OutputTensor], tied: Mapping[str, str], quantization: str = ""
-) -> Output:
+def plan_torch(contents: Contents) -> Output:
     """Plan a file with a dict of tensors, and JSON in the archive; tied names share a storage."""
+    tensors = contents.tensors
     keys = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
     by_name = {tensor.name: tensor for tensor in tensors}
     opcodes = bytearray(b"\x80\x02}(")
-    for key, owner in [*((n, n) for n in keys), *tied.items()]:
+    for key, owner in [*((n, n) for n in keys), *contents.tied.items()]:
         tensor = by_name[owner]
         opcodes += value_opcodes(key) + tensor_opcodes(tensor.shape, tensor.dtype, keys[owner])
-    archive = TorchZip(bytes(opcodes + b"u."), quantization.encode())
+    kept = json.dumps(contents.quantization) if contents.quantization else ""
+    archive = TorchZip(bytes(opcodes + b"u."), kept.encode())
     spans: list[FileSpan] = []
     for tensor in tensors:
         start = archive.reserve(f"data/{keys[tensor.name]}", tensor.nbytes)
         spans.append(FileSpan(tensor, Box.whole(tensor.shape), start))
     archive.close()
-    return Output((OutputFile(name, archive.size, tuple(archive.fixed), tuple(spans)),))
+    return Output(
+        (OutputFile(contents.file_name, archive.size, tuple(archive.fixed), tuple(spans)),)
+    )
 
 
-def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) -> Output:
+def plan_dcp(contents: Contents) -> Output:
     """Plan a DCP folder of a flat dict of tensors; tied names refer to the same bytes."""
+    tensors = contents.tensors
     fixed: list[tuple[int, bytes]] = []
     spans: list[FileSpan] = []
     pieces: list[DcpPiece] = []
     names = {tensor.name: [tensor.name] for tensor in tensors}
-    for alias, name in tied.items():
+    for alias, name in contents.tied.items():
         names[name].append(alias)
     described: list[DcpTensor] = []
     position = 0
@@ -142,4 +172,7 @@ def plan_dcp_folder(tensors: Sequence[OutputTensor], tied: Mapping[str, str]) ->
             position += length + len(padding)
     file = OutputFile(DCP_DATA, position, tuple(fixed), tuple(spans))
     parts = pickle_metadata(described, [(DCP_DATA, pieces)], by_part=False)
-    return Output((file,), {METADATA: b"".join(parts)}, has_sums=True)
+    small = {METADATA: b"".join(parts)}
+    if contents.quantization:
+        small[CONFIG] = json.dumps({QUANTIZATION: contents.quantization}).encode()
+    return Output((file,), small, has_sums=True)

@@ -19,7 +19,7 @@ class ConvertReport:
             class.
         path: path of the result.
         replaced: new path of a destination that existed; "" if none did.
-        format: format of the result: "safetensors", "dcp" or "torch".
+        format: format of the result, as for `to=`.
         files: names of the files, including those copied from the source.
         tensors: number of written tensors; tied ones count once.
         nbytes: size of the files.

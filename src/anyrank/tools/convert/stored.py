@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -18,7 +16,6 @@ from anyrank.files.manifest import FORMAT
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.storage import join_path, write_file
 from anyrank.models.dialects.transformers.dequantize import check_method, dequantized
-from anyrank.sources.readers.config_json import CONFIG, QUANTIZATION
 from anyrank.sources.source import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
@@ -26,20 +23,14 @@ from anyrank.tools.convert.content import StoredContent
 from anyrank.tools.convert.copies import companions
 from anyrank.tools.convert.destination import STORE, Destination, destination
 from anyrank.tools.convert.file_names import as_files, configuration
-from anyrank.tools.convert.options import SHARD_BYTES, ConvertOptions
-from anyrank.tools.convert.output import Output, OutputTensor
-from anyrank.tools.convert.planned_files import (
-    plan_dcp_folder,
-    plan_safetensors,
-    plan_safetensors_folder,
-    plan_torch_file,
-)
+from anyrank.tools.convert.formats import OUTPUTS
+from anyrank.tools.convert.options import ConvertOptions
+from anyrank.tools.convert.output import Contents, Output
 from anyrank.tools.convert.report import ConvertReport
 from anyrank.tools.convert.selection import Selection, outputs_of, select
 from anyrank.tools.convert.writing import write
-from anyrank.wording import count
+from anyrank.wording import alternatives, count
 
-FOR_TRANSFORMERS = {"format": "pt"}  # transformers requires it
 STEMS = ("diffusion_pytorch_model",)
 
 
@@ -55,7 +46,7 @@ def convert_stored(
         listing = dequantized(listing, {})
     selection = _selected(listing, options, model)
     small: dict[str, bytes] = {}
-    if options.to == "safetensors" and not target.is_file:
+    if options.format.has_configuration and not target.is_file:
         small = {} if model is None else configuration(model, options.cast_dtype)
         small |= companions(_base_of(src), listing, options.cast_dtype)
     report = convert_listing(listing, selection, target, options, small=small)
@@ -92,10 +83,17 @@ def convert_listing(
         CheckpointError: the destination cannot be written, or the run is corrupt.
     """
     tensors = outputs_of(listing, selection, options.cast_dtype)
-    stem = _stem(listing, selection)
-    # Cast weights are dequantized. Others still need the block size in the configuration.
-    kept = {} if options.cast_dtype is not None else listing.quantization
-    output = _plan(target, tensors, selection.tied, options, listing.metadata, stem, kept)
+    contents = Contents(
+        tensors,
+        selection.tied,
+        target.name if target.is_file else "",
+        _stem(listing, selection),
+        options.shard_bytes,
+        listing.metadata,
+        # Cast weights are dequantized. Others still need the block size in the configuration.
+        {} if options.cast_dtype is not None else listing.quantization,
+    )
+    output = options.format.plan(contents)
     output = replace(output, small={**(small or {}), **output.small})
     content = StoredContent(listing, selection.tensors)
     try:
@@ -142,12 +140,13 @@ def _selected(listing: Listing, options: ConvertOptions, model: nn.Module | None
             "the source has a base and an adapter. Pass one of them; or merge the adapter in a "
             "model (anyrank.integrations.peft.merge, or PEFT's merge_and_unload), and convert that"
         )
-    if unmerged and options.to == "safetensors":
+    if unmerged and not options.format.keeps_adapters:
+        keep_all = alternatives([name for name, row in OUTPUTS.items() if row.keeps_adapters])
         raise LoadError(
             f"{unmerged[0]}: belongs to an adapter that is not merged, so a reader of the folder "
             "would get only the base model. Merge it into the model "
             "(anyrank.integrations.peft.merge); or save only the adapter "
-            "(anyrank.integrations.peft.save); or pass to='torch' or 'dcp', which keep all tensors"
+            f"(anyrank.integrations.peft.save); or pass to={keep_all}, which keep all tensors"
         )
     return selection if model is None else as_files(selection, listing, model)
 
@@ -206,40 +205,3 @@ def _write(
     except BaseException:
         target.abandon()
         raise
-
-
-def _plan(
-    target: Destination,
-    tensors: Sequence[OutputTensor],
-    tied: Mapping[str, str],
-    options: ConvertOptions,
-    metadata: Mapping[str, str],
-    stem: str,
-    quantization: Mapping[str, Any],
-) -> Output:
-    """Plan the files.
-
-    Args:
-        target: the destination.
-        tensors: the tensors to write.
-        tied: name -> the name whose bytes it shares.
-        options: the format, and the maximum size of its files.
-        metadata: free text for safetensors.
-        stem: the start of the names of safetensors files.
-        quantization: the `quantization_config` of the source, which the files keep.
-
-    Raises:
-        LoadError: the format cannot hold a tensor.
-    """
-    kept = json.dumps(quantization) if quantization else ""
-    if options.to == "dcp":
-        output = plan_dcp_folder(tensors, tied)
-        config = json.dumps({QUANTIZATION: quantization}).encode()
-        return replace(output, small={**output.small, CONFIG: config}) if kept else output
-    if options.to == "torch":
-        return plan_torch_file(target.name, tensors, tied, kept)
-    texts = {key: text for key, text in metadata.items() if key != QUANTIZATION}
-    texts |= {**({QUANTIZATION: kept} if kept else {}), **FOR_TRANSFORMERS}
-    if target.is_file:
-        return Output((plan_safetensors(target.name, tensors, tied, texts),))
-    return plan_safetensors_folder(tensors, tied, texts, options.shard_bytes or SHARD_BYTES, stem)
