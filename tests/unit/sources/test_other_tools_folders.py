@@ -19,6 +19,7 @@ import anyrank
 from anyrank.files.manifest import STEP
 from anyrank.files.object_store import RemoteStorage
 from anyrank.runs.adopt.folders import MAX_FOLDERS, find_other_content
+from anyrank.sources.endings import ENDINGS
 from anyrank.testing import run_ranks
 
 DIST = {"model": {"weight": torch.ones(2)}}
@@ -225,6 +226,15 @@ def test_unrelated_files_are_an_empty_folder(tmp_path: Path) -> None:
     save(tmp_path / "an" / "older-run", anyrank.TrainState(nn.Linear(1, 1)))
     touch(tmp_path, "step-00000003.tmp-0123abcd-0123abcd/__0_0.distcp", "checkpoint-1/notes.txt")
     assert resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1))) is None
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_weights_in_a_subfolder_are_known_by_every_ending_that_is_read(
+    tmp_path: Path, ending: str
+) -> None:
+    touch(tmp_path, f"best/model{ending}")
+    with pytest.raises(anyrank.CheckpointError, match="another tool's checkpoint"):
+        resume(tmp_path, anyrank.TrainState(nn.Linear(1, 1)))
 
 
 def _resume(path: str) -> str:

@@ -8,16 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
-from anyrank.sources.endings import format_of
+from anyrank.sources.endings import ENDINGS, format_of
 from anyrank.sources.readers.folders import checkpoint_among, is_of_tool
 from anyrank.sources.run_step import INDEX, list_steps
 
 MAX_FOLDERS = 200  # maximum number of folders to list; in an object store each costs a request
 MEGATRON = "latest_checkpointed_iteration.txt"
-# Weights in a subfolder. Files of a user's own data may also end in .bin and .pt.
-WEIGHTS_NAME = re.compile(
-    r".*\.(distcp|safetensors|index\.json|ckpt|pth)$|(pytorch_)?model.*\.(bin|pt)$", re.IGNORECASE
-)
+OF_DATA = (".bin", ".pt")  # endings that files of a user's own data may have too
 
 
 def _has_run_files(names: Sequence[str]) -> bool:
@@ -68,11 +65,19 @@ def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
         )
     if _has_run_files(names):
         return None  # a step without its manifest, or a renamed one
-    weights = sorted(name for name in names if WEIGHTS_NAME.match(name))
+    weights = sorted(name for name in names if _is_weights(name))
     if weights and checkpoint_among(names) and not is_of_tool(names):
         is_torch = format_of(weights[0]) == "torch"
         return _tool_message(join_path(folder, weights[0]) if is_torch else folder, weights[0])
     return _tool_message(folder, "recognized by the names in it") if is_of_tool(names) else None
+
+
+def _is_weights(name: str) -> bool:
+    """Return whether a file in a subfolder holds weights, by its name."""
+    name = name.lower()
+    if name.endswith(OF_DATA):
+        return name.startswith(("model", "pytorch_model"))
+    return name.endswith((*ENDINGS, ".distcp"))
 
 
 def _tool_message(path: str, sign: str) -> str:
