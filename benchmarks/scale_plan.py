@@ -44,11 +44,11 @@ def play(size: int, count: int, rank: int) -> None:
     from anyrank.runs.saving.metadata import write_metadata
     from anyrank.runs.saving.rank_file import make_items
     from anyrank.runs.saving.run_folder import RunFolder
-    from anyrank.runs.saving.writers import index_of, plan_writes
     from anyrank.sources.rank_index import Placed, RankIndex
-    from anyrank.sources.step_index import parse
+    from anyrank.sources.step_index import index_of, parse
     from anyrank.sources.step_listing import StepLocator
     from anyrank.sources.torch_zip import ALIGN, wrapped_bytes
+    from anyrank.tensors.writes import plan_writes
 
     stack = contextlib.ExitStack()
     torch.set_num_threads(1)

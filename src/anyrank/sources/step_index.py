@@ -21,8 +21,10 @@ from anyrank.files.json_codec import reading_record
 from anyrank.files.manifest import RankFiles
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import IntervalShard, Layout, Placement
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import dtype_name
 from anyrank.tensors.spread import Coordinate, Spread
+from anyrank.tensors.writes import WritePlan
 
 INDEX = "tensors.json"
 
@@ -108,6 +110,30 @@ class StepIndex:
             "meshes": [{"shape": shape, "places": places} for shape, places in meshes],
         }
         return (json.dumps(index, separators=(",", ":")) + "\n").encode()
+
+
+def index_of(
+    tensors: Sequence[ShardedTensor],
+    plan: WritePlan,
+    by_first_alone: Sequence[ShardedTensor] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> StepIndex:
+    """Make the index of a step.
+
+    Args:
+        tensors: tensors of the plan.
+        plan: plan of who writes what of them.
+        by_first_alone: further tensors, which only the first rank writes.
+        aliases: other name of a tied tensor -> the name under which it is saved.
+    """
+    rows: list[IndexedTensor] = []
+    for number, tensor in enumerate(tensors):
+        spread = plan.tensors[number].spread
+        is_on_mesh = spread.axes and 0 not in tensor.shape
+        where = spread if is_on_mesh else tuple(plan.writers(number))
+        rows.append(IndexedTensor(tensor.name, tensor.shape, tensor.dtype, where))
+    rows += [IndexedTensor(t.name, t.shape, t.dtype, (0,)) for t in by_first_alone]
+    return StepIndex(rows, aliases or {})
 
 
 def parse(data: bytes, where: str, ranks: Sequence[RankFiles]) -> StepIndex:

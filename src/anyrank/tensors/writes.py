@@ -10,13 +10,14 @@ optimum plus one lot.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from anyrank.tensors.box import Box
 from anyrank.tensors.layout import Piece
+from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spread import Coordinate, Spread
 
 PIECE_BYTES = 32 << 20  # largest piece on disk: the unit of balance and of staging
@@ -156,6 +157,28 @@ class WritePlan:
     def nbytes(self) -> Sequence[int]:
         """Number of bytes that each rank writes."""
         return self._load
+
+
+def plan_writes(
+    tensors: Sequence[ShardedTensor],
+    spreads: Sequence[Spread],
+    size: int,
+    by_first: Container[str] = (),
+) -> WritePlan:
+    """Plan who writes what of the tensors that ranks hold together.
+
+    Args:
+        tensors: tensors as this rank holds them, in the same order on every rank.
+        spreads: layout of each on the ranks.
+        size: number of ranks.
+        by_first: names of tensors whose parts are written by their first holders only, because
+            they may differ between holders.
+    """
+    planned = [
+        PlannedTensor(tensor.shape, tensor.dtype.itemsize, spread, tensor.name in by_first)
+        for tensor, spread in zip(tensors, spreads, strict=True)
+    ]
+    return WritePlan(planned, size)
 
 
 def cut_pieces(

@@ -28,8 +28,8 @@ from anyrank.runs.resume.listener import RunListener
 from anyrank.runs.resume.options import Cadence
 from anyrank.runs.resume.search import StepOfRun, StepSearch
 from anyrank.runs.saving.collect import Snapshot, collect
+from anyrank.runs.saving.commit import RankRow, describe_step, describe_tensors, write_own_share
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.runs.saving.write import RankRow, describe_step, describe_tensors, write_own_share
 from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.train_state import TrainState
 from anyrank.settings import PEERS_FOLDER

@@ -32,9 +32,9 @@ from anyrank.runs.resume.save_records import SaveRecords
 from anyrank.runs.resume.signals import PendingSignals
 from anyrank.runs.saving.background import BackgroundSave
 from anyrank.runs.saving.collect import Snapshot, check_boundary, collect, warn_about_refusal
+from anyrank.runs.saving.commit import SaveRecord, write_step
 from anyrank.runs.saving.lock import RunLock
 from anyrank.runs.saving.run_folder import RunFolder
-from anyrank.runs.saving.write import SaveRecord, write
 from anyrank.runs.state.replicas import check_replicas
 from anyrank.runs.state.resume_report import ResumeReport
 from anyrank.runs.state.script_settings import Settings
@@ -401,7 +401,7 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> SaveRecord:
         """Write a snapshot into files, in the main or the background thread. Collective."""
-        record = write(
+        record = write_step(
             snapshot,
             self._folder,
             ranks,

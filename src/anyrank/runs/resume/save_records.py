@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from anyrank.runs.saving.write import SaveRecord
+from anyrank.runs.saving.commit import SaveRecord
 from anyrank.runs.state.plain_values import as_json
 from anyrank.runs.state.script_settings import is_schedule
 from anyrank.runs.state.train_state import TrainState

@@ -13,9 +13,9 @@ from anyrank import faults
 from anyrank.errors import AnyrankError, CheckpointError, RankError
 from anyrank.runs.saving.background_channel import open_channel
 from anyrank.runs.saving.collect import Snapshot
+from anyrank.runs.saving.commit import SaveRecord
 from anyrank.runs.saving.rank_file import Item
 from anyrank.runs.saving.staging import Staging
-from anyrank.runs.saving.write import SaveRecord
 from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.saving")

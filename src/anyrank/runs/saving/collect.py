@@ -17,13 +17,12 @@ from anyrank.models.digests import check_has_memory
 from anyrank.models.spreads import spreads_of
 from anyrank.runs.saving.compare import StateSummary, check_same, summarize
 from anyrank.runs.saving.rank_file import Item, make_items, make_own_items
-from anyrank.runs.saving.writers import index_of, plan_writes
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.runs.state.replicas import find_alike, find_differing_replicas
 from anyrank.runs.state.train_state import TrainState
-from anyrank.sources.step_index import StepIndex
+from anyrank.sources.step_index import StepIndex, index_of
 from anyrank.tensors.sharded_tensor import ShardedTensor
-from anyrank.tensors.writes import WritePlan
+from anyrank.tensors.writes import WritePlan, plan_writes
 from anyrank.training.random_state.saved import (
     GeneratorState,
     RankCoords,

@@ -36,15 +36,16 @@ from anyrank.models.own_code import (
 from anyrank.models.spreads import spreads_of
 from anyrank.models.tensors import ModelTensor, in_state_dict
 from anyrank.runs.saving.rank_file import make_items, write_share
-from anyrank.runs.saving.writers import index_of, plan_writes
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
+from anyrank.sources.step_index import index_of
 from anyrank.sources.step_listing import list_step
 from anyrank.sources.tables.choice import unused_renames
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.names import Rename
 from anyrank.tensors.sharded_tensor import ShardedTensor, shared
 from anyrank.tensors.spread import Spread
+from anyrank.tensors.writes import plan_writes
 from anyrank.tools.convert.destination import STORE, Destination, destination
 from anyrank.tools.convert.file_names import as_files, configuration
 from anyrank.tools.convert.options import ConvertOptions

@@ -56,7 +56,7 @@ class SaveRecord:
     removed: list[str] = field(default_factory=list[str])
 
 
-def write(
+def write_step(
     snapshot: Snapshot,
     folder: RunFolder,
     ranks: Ranks,
