@@ -12,13 +12,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from anyrank.errors import LoadError
-from anyrank.models.dialects.peft.names import PeftNaming
+from anyrank.models.dialects.peft.names import (
+    is_in_adapter,
+    is_peft,
+    part_of_name,
+    saved_names,
+)
 from anyrank.models.dtensors import Lay, global_shape, layout_of
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.wrappers import (
     Kind,
     ModelTensor,
-    Naming,
     Path,
     Registration,
     is_whole_wrapper,
@@ -32,10 +36,6 @@ from anyrank.tensors.wrapped import packed_parts
 # nn.Module registers its tensors in these dicts; named_parameters() would take 15 us per tensor.
 REGISTRIES: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
 
-# Library that wraps modules of a model -> its additions to names. A process that has not imported
-# the library cannot have its modules.
-NAMINGS: dict[str, Naming] = {"peft": PeftNaming()}
-
 
 def in_state_dict(targets: Iterable[ModelTensor]) -> list[ModelTensor]:
     """Return the tensors that a checkpoint holds or checks: all except derived buffers."""
@@ -48,9 +48,9 @@ class NamedModule(NamedTuple):
     Attributes:
         module: in several places if it is registered under several names.
         raw, unwrapped, name: its name with all additions of wrappers; without torch's additions;
-            and also without those of other libraries. Empty for the model.
+            and also without PEFT's. Empty for the model.
         path: the modules from the root to it, both included.
-        naming: naming of the library that owns a module of the path, if any.
+        in_peft: whether a module of the path belongs to PEFT.
         frozen: the module passed to `freeze()` to which it belongs, if any: the innermost with its
             own source, else the outermost.
         is_inner: whether it belongs to a model that the root only wraps.
@@ -61,14 +61,14 @@ class NamedModule(NamedTuple):
     unwrapped: str
     name: str
     path: Path
-    naming: Naming | None
+    in_peft: bool
     frozen: nn.Module | None
     is_inner: bool = False
 
     def registration(self, attribute: str) -> Registration:
         """Return the entry of one of the module's tensors."""
         name, unwrapped = _join(self.name, attribute), _join(self.unwrapped, attribute)
-        aliases = self.naming.aliases(name, unwrapped, self.path) if self.naming else ()
+        aliases = saved_names(name, unwrapped, self.path) if self.in_peft else ()
         raw = _join(self.raw, attribute)
         inner = name.removeprefix("module.") if self.is_inner else ""
         return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path, inner)
@@ -83,10 +83,10 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
         LoadError: an FSDP1 or quantized module, whose tensors are not those of the model.
     """
     modules: list[NamedModule] = []
-    pending = [NamedModule(model, "", "", "", (), None, None)]
-    namings = [naming for library, naming in NAMINGS.items() if library in sys.modules]
+    pending = [NamedModule(model, "", "", "", (), False, None)]
+    has_peft = "peft" in sys.modules  # otherwise no module belongs to it
     while pending:
-        module, raw, unwrapped, name, path, naming, frozen, is_inner = pending.pop()
+        module, raw, unwrapped, name, path, in_peft, frozen, is_inner = pending.pop()
         children: dict[str, nn.Module | None] = module.__dict__["_modules"]
         if children and any(module is above for above in path):
             continue
@@ -96,19 +96,19 @@ def find_modules(model: nn.Module) -> list[NamedModule]:
             frozen = module
         _check_class(module, raw, name, frozen)
         path = (*path, module)
-        naming = naming or next((known for known in namings if known.owns(module)), None)
-        modules.append(NamedModule(module, raw, unwrapped, name, path, naming, frozen, is_inner))
+        in_peft = in_peft or (has_peft and is_peft(module))
+        modules.append(NamedModule(module, raw, unwrapped, name, path, in_peft, frozen, is_inner))
         is_inner = is_inner or (name == "" and is_whole_wrapper(module))
         for key, child in reversed(children.items()):
             if child is not None:
                 of_torch = is_wrapping(module, key)
-                part = key if naming is None else naming.part_of(module, key, path)
+                part = part_of_name(module, key, path) if in_peft else key
                 names = (
                     _join(raw, key),
                     unwrapped if of_torch else _join(unwrapped, key),
                     name if of_torch or not part else _join(name, part),
                 )
-                pending.append(NamedModule(child, *names, path, naming, frozen, is_inner))
+                pending.append(NamedModule(child, *names, path, in_peft, frozen, is_inner))
     return modules
 
 
@@ -235,7 +235,7 @@ def _model_tensor(
         coordinate=coordinate,
         kind=kind,
         registrations=[entry],
-        adapter=owner.naming is not None and owner.naming.is_added(entry),
+        adapter=owner.in_peft and is_in_adapter(entry),
         frozen=owner.frozen,
     )
 

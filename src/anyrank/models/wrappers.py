@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,9 +23,8 @@ class Registration(NamedTuple):
     Attributes:
         raw: its name with all additions of wrappers, as in `named_parameters()`.
         unwrapped: its name without the additions of torch's wrappers.
-        name: its name also without the additions of other libraries: the one that the model's
-            author knows.
-        aliases: additional names under which such a library saves it.
+        name: its name also without PEFT's additions: the one that the model's author knows.
+        aliases: additional names under which PEFT saves it.
         module: the owning module.
         attribute: attribute of the owner.
         path: the modules from the root to the owner, both included.
@@ -50,28 +49,6 @@ class Registration(NamedTuple):
         return tuple(dict.fromkeys(filter(None, names)))
 
 
-class Naming(Protocol):
-    """The additions to names of a library, such as PEFT, whose modules wrap modules of a model."""
-
-    def owns(self, module: nn.Module) -> bool:
-        """Return whether a module's class belongs to the library."""
-        ...
-
-    def part_of(self, module: nn.Module, child: str, path: Path) -> str:
-        """Return the addition of a child to names: "" if the library has inserted the module.
-        `path` ends with the module.
-        """
-        ...
-
-    def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
-        """Return additional names under which the library saves a tensor; see `Registration`."""
-        ...
-
-    def is_added(self, entry: Registration) -> bool:
-        """Return whether the library added a tensor, which checkpoints of the model do not have."""
-        ...
-
-
 @dataclass
 class ModelTensor(ShardedTensor):
     """One tensor of the model, with all its names.
@@ -79,7 +56,7 @@ class ModelTensor(ShardedTensor):
     Attributes:
         kind: parameter, buffer, or derived (a non-persistent buffer).
         registrations: its places in the model; several if it is tied.
-        adapter: whether it belongs to an adapter (PEFT), which a base checkpoint does not have.
+        adapter: whether it belongs to an adapter of PEFT, which a base checkpoint does not have.
         frozen: the module passed to `freeze()` to which it belongs, if any.
         packed: the parameter whose class computes its values from this tensor, if any.
     """

@@ -251,7 +251,7 @@ def _frozen(model: Model) -> Iterator[Finding]:
 
     Train mode counts only if it has an effect. The base of an adapter is not such a part.
     """
-    adapted = any(layer.naming is not None for layer in model.layers)
+    adapted = any(layer.in_peft for layer in model.layers)
     adapted |= any("lora_" in entry.name.lower() for entry in model.parameters())
     parts = [] if adapted else list(_frozen_parts(model))
     training = [

@@ -19,7 +19,7 @@ class Adapters(Dialect):
     @staticmethod
     def applies(case: Case) -> bool:
         """Return whether the model has PEFT modules."""
-        return any(owner.naming for owner in case.modules)
+        return any(owner.in_peft for owner in case.modules)
 
     def problems(self, match: ModelMatch) -> list[str]:
         """Report adapters that cannot be loaded correctly.

@@ -14,11 +14,8 @@ from anyrank.models.wrappers import Path, Registration, plain_of
 from anyrank.tensors.names import PEFT_SEGMENTS
 from anyrank.versions import warn_if_untested
 
-PROMPTS = [
-    "prompt_encoder",
-    "embedding",
-    "weight",
-]  # names of prompt methods, without the adapter's
+# Name of the table of prompt methods, without the adapter's.
+PROMPTS = ["prompt_encoder", "embedding", "weight"]
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -36,55 +33,60 @@ def is_adapter_layer(module: nn.Module) -> bool:
     return is_peft(module) and hasattr(module, "active_adapters")
 
 
-class PeftNaming:
-    """PEFT's additions to names; see `Naming`."""
+def part_of_name(module: nn.Module, child: str, path: Path) -> str:
+    """Return what a child adds to names: "" if PEFT has inserted the module.
 
-    def owns(self, module: nn.Module) -> bool:
-        """Return whether a module's class belongs to PEFT."""
-        return is_peft(module)
+    A PEFT layer around another one, such as for two parameters of one module, keeps the inner one's
+    `base_layer`, because both have a lora_A.
 
-    def part_of(self, module: nn.Module, child: str, path: Path) -> str:
-        """Return the addition of a child to names. A PEFT layer around another one, such as for two
-        parameters of one module, keeps the inner one's `base_layer`, because both have a lora_A.
-        """
-        if _hides(module, child):
-            return ""
-        return ".".join([*["base_layer"] * _layers_around(module, path), child])
+    Args:
+        module: a module that belongs to PEFT or is below one that does.
+        child: the child's attribute.
+        path: the modules from the root to the module, both included.
+    """
+    if _hides(module, child):
+        return ""
+    return ".".join([*["base_layer"] * _layers_around(module, path), child])
 
-    def aliases(self, name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
-        """Return the names, without the adapter's, under which PEFT saves a tensor."""
-        warn_if_untested("peft")
-        layer = next((m for m in path if is_adapter_layer(m)), None)
-        active: set[str] = set(getattr(layer, "active_adapters", ()))
-        if len(active) != 1 or active.isdisjoint(name.split(".")):
-            return ()
-        long, short = (
-            [part for part in full.split(".") if part not in active] for full in (unwrapped, name)
-        )
-        names = [long, short, [part for part in short if part != "modules_to_save"]]
-        if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
-            names.append(short[:-1])
-        if short == PROMPTS and _is_saved_whole(path[-2]):
-            names.append(["prompt_embeddings"])
-        return tuple(".".join(parts) for parts in names)
 
-    def is_added(self, entry: Registration) -> bool:
-        """Return whether a tensor belongs to an adapter.
+def saved_names(name: str, unwrapped: str, path: Path) -> tuple[str, ...]:
+    """Return the names, without the adapter's, under which PEFT saves a tensor.
 
-        Such tensors are below a PEFT layer, but not in the module that it wraps; or next to the
-        model in the PEFT module around it (prompts, tables that layers share).
-        """
-        parts = entry.raw.split(".")
-        for depth, module in enumerate(entry.path):
-            below = parts[depth:]
-            if not is_peft(module):
-                continue
-            if hasattr(module, "peft_config") or hasattr(module, "targeted_module_names"):
-                if not _hides(module, below[0]):
-                    return True
-            elif hasattr(module, "active_adapters") and not _hides(module, below[0]):
-                return "modules_to_save" not in below
-        return False
+    The arguments are those of a `Registration`.
+    """
+    warn_if_untested("peft")
+    layer = next((m for m in path if is_adapter_layer(m)), None)
+    active: set[str] = set(getattr(layer, "active_adapters", ()))
+    if len(active) != 1 or active.isdisjoint(name.split(".")):
+        return ()
+    long, short = (
+        [part for part in full.split(".") if part not in active] for full in (unwrapped, name)
+    )
+    names = [long, short, [part for part in short if part != "modules_to_save"]]
+    if short[-2:] == ["lora_magnitude_vector", "weight"]:  # PEFT saves it as the vector
+        names.append(short[:-1])
+    if short == PROMPTS and _is_saved_whole(path[-2]):
+        names.append(["prompt_embeddings"])
+    return tuple(".".join(parts) for parts in names)
+
+
+def is_in_adapter(entry: Registration) -> bool:
+    """Return whether a tensor belongs to an adapter.
+
+    Such tensors are below a PEFT layer, but not in the module that it wraps; or next to the model
+    in the PEFT module around it (prompts, tables that layers share).
+    """
+    parts = entry.raw.split(".")
+    for depth, module in enumerate(entry.path):
+        below = parts[depth:]
+        if not is_peft(module):
+            continue
+        if hasattr(module, "peft_config") or hasattr(module, "targeted_module_names"):
+            if not _hides(module, below[0]):
+                return True
+        elif hasattr(module, "active_adapters") and not _hides(module, below[0]):
+            return "modules_to_save" not in below
+    return False
 
 
 def _hides(module: nn.Module, child: str) -> bool:
