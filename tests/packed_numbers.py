@@ -8,8 +8,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Fetch, FileInfo, Listing
+from anyrank.models.dialects.computed import ITEM, ComputedFile
 from anyrank.models.dialects.dialect import Case, Dialect
-from anyrank.models.dialects.transformers.quantized import ITEM, ComputedFile
 from anyrank.tensors.spec import StoredTensor
 
 

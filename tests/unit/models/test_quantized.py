@@ -15,8 +15,8 @@ from torch import nn
 
 import anyrank
 from anyrank.files.reader import Reader
+from anyrank.models.dialects.computed import MAX_NUMEL
 from anyrank.models.dialects.transformers.dequantize import dequantized
-from anyrank.models.dialects.transformers.quantized import MAX_NUMEL
 from anyrank.sources.source import list_source
 
 

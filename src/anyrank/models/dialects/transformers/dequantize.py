@@ -14,8 +14,8 @@ import torch
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import FileInfo, Listing
+from anyrank.models.dialects.computed import ITEM
 from anyrank.models.dialects.transformers.quantized import (
-    ITEM,
     METHODS,
     OWN_SCALES,
     SCALE_INV,
