@@ -145,7 +145,7 @@ class Listing:
         files: the files that `Chunk.file` indexes.
         tensors: by key.
         metadata: free text that the format carries.
-        skipped: files and keys that were skipped, each with the reason.
+        skipped: files and keys that were skipped -> the reason.
         checksums: checksums of byte ranges, if the format has them.
         extras: extra state of modules by key, as a tuple of the value if it is plain data, or None.
         sums: index of a file -> path of the checksums of its blocks, if it has some.
@@ -166,7 +166,7 @@ class Listing:
     files: tuple[FileInfo, ...]
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str] = field(default_factory=dict[str, str])
-    skipped: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
     checksums: tuple[Checksum, ...] = ()
     sums: dict[int, str] = field(default_factory=dict[int, str])
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
@@ -184,6 +184,11 @@ class Listing:
         """Bytes of all tensors; tied tensors count once."""
         tied = ties_of(self.tensors)
         return sum(stored.nbytes for name, stored in self.tensors.items() if name not in tied)
+
+    @property
+    def skipped_texts(self) -> list[str]:
+        """Texts about what was skipped, for reports and messages."""
+        return [f"{key}: {what}" for key, what in self.skipped.items()]
 
     def stored_bytes(self, stored: StoredTensor, numel: int) -> int:
         """Estimate how many bytes of the files hold `numel` elements of one of its tensors."""

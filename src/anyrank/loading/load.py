@@ -177,7 +177,7 @@ def _report(
         nonfinite=nonfinite,
         verified=verified,
         skipped=[
-            *match.listing.skipped,
+            *match.listing.skipped_texts,
             *(f"{key}: not needed by the model" for key in match.ignored),
             *match.idle,
         ],

@@ -312,8 +312,8 @@ def _unread(
     names = {name for index in absent for name in targets[index].flat_names()}
     # A list or dict may hold a missing tensor below its name.
     wanted = {name[:end] for name in names for end in (*_dots(name), len(name))}
-    notes = (note.partition(": ") for note in listing.skipped)
-    unread = {key: what for key, _, what in notes if what == NOT_A_TENSOR} | listing.unreadable
+    not_tensors = {key: what for key, what in listing.skipped.items() if what == NOT_A_TENSOR}
+    unread = not_tensors | listing.unreadable
     return [
         f"{key}: is {what.rstrip('.')}. anyrank does not read it, and missing= does not apply to "
         f"it. Store it as a tensor, or drop it with rename={ {key: ''}!r}"

@@ -26,7 +26,7 @@ def join_problems(listing: Listing, problems: Sequence[str]) -> str:
     """Join the problems into the text of the error."""
     lines = [_title(listing), *problems]
     if listing.skipped:
-        lines.append(listed("skipped in the source", list(listing.skipped)))
+        lines.append(listed("skipped in the source", listing.skipped_texts))
     return "\n".join(lines)
 
 

@@ -408,3 +408,19 @@ def test_each_regex_of_rename_is_asked_for_what_those_before_it_made() -> None:
     weights = {f"net.{key}": value for key, value in table(RAW).items()}
     report = anyrank.load(net(), weights, rename=[("^net[.]", "a."), ("^a[.]", "")])
     assert report.skipped == []
+
+
+def test_a_colon_in_a_name_hides_no_value_that_is_not_read() -> None:
+    model = nn.ModuleDict({"a: b": nn.Linear(2, 2)})
+    source = {**model.state_dict(), "a: b.bias": [0.0, 0.0]}
+    with pytest.raises(anyrank.LoadError, match=r"a: b\.bias: is not a tensor\. anyrank does not"):
+        anyrank.load(model, source, missing="init")
+
+
+def test_only_groups_of_parameters_make_a_table_an_optimizer(tmp_path: Path) -> None:
+    tables = {"first": {**table(RAW), "param_groups_seen": 3}, "second": table(EMA)}
+    torch.save(tables, tmp_path / "w.pt")
+    report = anyrank.convert(tmp_path / "w.pt", tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == {f"{name}.{key}" for name in tables for key in table(RAW)}
+    assert report.skipped == ["first.param_groups_seen: not a tensor"]

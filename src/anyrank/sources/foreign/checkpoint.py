@@ -197,7 +197,7 @@ def _tables_in(tree: Any, name: str) -> list[str]:
 def weights_of(table: Any) -> Listing:
     """Return the weights in tables and lists, extra state of modules, and what is not read."""
     listing = Listing("", (), {})
-    notes: list[str] = []
+    others: dict[str, str] = {}
 
     def walk(value: Any, key: str) -> None:
         if isinstance(value, StoredTensor):
@@ -211,11 +211,10 @@ def weights_of(table: Any) -> Listing:
         elif isinstance(value, Unread) and value.is_array:
             listing.unreadable[key] = ARRAY
         else:
-            notes.append(f"{key}: {NOT_A_TENSOR}")
+            others[key] = NOT_A_TENSOR
 
     walk(table, "")
-    unread = [f"{key}: {what}" for key, what in listing.unreadable.items()]
-    return replace(listing, skipped=(*notes, *unread))
+    return replace(listing, skipped=others | listing.unreadable)
 
 
 def _has_more_than_numbers(value: Any) -> bool:

@@ -111,12 +111,11 @@ def read_folder(storage: Storage, folder: str, wanted: Callable[[str], bool]) ->
                     "is corrupt; copy it again."
                 )
         objects = {fqn: reader.value(fqn, places) for fqn in others if wanted(fqn)}
-    skipped = tuple(f"{fqn}: {NOT_A_TENSOR}" for fqn in others)
     listing = Listing(
         "dcp",
         tuple(reader.files),
         tensors,
-        skipped=skipped,
+        skipped=dict.fromkeys(others, NOT_A_TENSOR),
         checksums=tuple(reader.checksums),
         sums=reader.sums,
         tables=frozenset(

@@ -49,16 +49,16 @@ def _chosen(storage: Storage, folder: str, names: list[str]) -> Listing:
     chosen = next(filter(None, choices), whole)
     if chosen is not None:
         _check_one_kind(folder, names)
-        others = tuple(
-            f"{name}: {chosen} was chosen"
+        others = {
+            name: f"{chosen} was chosen"
             for name in names
             if name.endswith(tuple(FILES)) and name != chosen
-        )
+        }
         if chosen.endswith(".json"):
             return _indexed(storage, folder, chosen, names, others)
         shards = _shards_of(folder, chosen, names)
         listings = [list_file(storage, join_path(folder, name)) for name in shards]
-        skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
+        skipped = {name: why for name, why in others.items() if name not in shards}
         return join(_name(listings), listings, skipped)
     shown = ", ".join(names[:20]) or "nothing"
     parts = [name for name in names if META_PART.match(name)]
@@ -192,7 +192,7 @@ def _shards_of(folder: str, name: str, names: list[str]) -> list[str]:
 
 
 def _indexed(
-    storage: Storage, folder: str, index: str, names: list[str], others: tuple[str, ...]
+    storage: Storage, folder: str, index: str, names: list[str], others: dict[str, str]
 ) -> Listing:
     path = join_path(folder, index)
     weight_map = _weight_map(storage, path)
@@ -211,7 +211,7 @@ def _indexed(
         if lost:
             raise LoadError(f"{path}: lists {lost[0]} in {shard}, which does not contain it")
         listings.append(listing.with_tensors(tensors))
-    skipped = tuple(note for note in others if note.split(":", 1)[0] not in shards)
+    skipped = {name: why for name, why in others.items() if name not in shards}
     return join(_name(listings), listings, skipped)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,9 @@ from anyrank.files.listing import Checksum, FileInfo, Listing, Locator
 from anyrank.tensors.spec import StoredTensor
 
 
-def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] = ()) -> Listing:
+def join(
+    format_name: str, listings: Iterable[Listing], skipped: Mapping[str, str] | None = None
+) -> Listing:
     """Join the listings of several files into one.
 
     Raises:
@@ -46,7 +48,7 @@ def join(format_name: str, listings: Iterable[Listing], skipped: Iterable[str] =
         files=tuple(files),
         tensors=tensors,
         metadata={k: v for listing in parts for k, v in listing.metadata.items()},
-        skipped=(*skipped, *(note for listing in parts for note in listing.skipped)),
+        skipped=dict(skipped or {}) | {k: v for part in parts for k, v in part.skipped.items()},
         checksums=tuple(checksums),
         sums=sums,
         extras={k: v for listing in parts for k, v in listing.extras.items()},

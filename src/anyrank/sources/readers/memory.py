@@ -31,7 +31,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     """
     files: list[FileInfo] = []
     stored: dict[str, StoredTensor] = {}
-    skipped: list[str] = []
+    skipped: dict[str, str] = {}
     unreadable: dict[str, str] = {}
     extras: dict[str, tuple[Any] | None] = {}
     first: dict[Any, StoredTensor] = {}  # by memory
@@ -54,7 +54,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 continue
             if what := describe_unread(key, value):
                 unreadable[key] = what
-            skipped.append(f"{key}: {what or (ABSENT if value is None else NOT_A_TENSOR)}")
+            skipped[key] = what or (ABSENT if value is None else NOT_A_TENSOR)
             continue
         if hasattr(value, "placements"):
             raise LoadError(
@@ -83,7 +83,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         "memory",
         tuple(files),
         stored,
-        skipped=tuple(skipped),
+        skipped=skipped,
         extras=extras,
         unreadable=unreadable,
     )

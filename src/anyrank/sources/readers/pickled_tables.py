@@ -33,7 +33,7 @@ class FoundTable:
 
     Attributes:
         tensors: the tensors by key, with dots for those in inner tables and lists.
-        others: all other keys, each with the reason why it is not among the weights.
+        others: all other keys -> the reason why they are not among the weights.
         unread: keys among the weights whose values are not read -> their kind, and the way out;
             `others` has them too.
         extras: extra state of modules among the weights that is not a tensor.
@@ -42,18 +42,17 @@ class FoundTable:
     """
 
     tensors: dict[str, TensorRef]
-    others: list[str] = field(default_factory=list[str])
+    others: dict[str, str] = field(default_factory=dict[str, str])
     unread: dict[str, str] = field(default_factory=dict[str, str])
     extras: dict[str, tuple[Any] | None] = field(default_factory=dict[str, tuple[Any] | None])
     name: str = ""
     tables: frozenset[str] = frozenset()
 
     def within(
-        self, tables: Mapping[str, Any], others: Iterable[str], name: str = ""
+        self, tables: Mapping[str, Any], others: Mapping[str, str], name: str = ""
     ) -> FoundTable:
-        """Return the table with its position in a checkpoint: the tables and notes around it."""
-        notes = [*others, *self.others]
-        return replace(self, others=notes, name=name, tables=_prefixes(tables))
+        """Return the table with its position in a checkpoint: the tables and keys around it."""
+        return replace(self, others={**others, **self.others}, name=name, tables=_prefixes(tables))
 
 
 def find_table(tree: Any, path: str) -> FoundTable:
@@ -84,16 +83,15 @@ def find_table(tree: Any, path: str) -> FoundTable:
             continue
         inner = _contents(entries[name], path)
         if inner.tensors and len(inner.tensors) + len(inner.unread) > len(content.tensors):
-            notes = [_why_not(k, v, chosen=name) for k, v in entries.items() if k != name]
-            return inner.within(tables, notes, name)
+            others = {str(k): _why_not(k, v, name) for k, v in entries.items() if k != name}
+            return inner.within(tables, others, name)
     if content.tensors:
-        return content.within(
-            tables, [_why_not(k, v) for k, v in entries.items() if k not in own_entries]
-        )
+        others = {str(k): _why_not(k, v) for k, v in entries.items() if k not in own_entries}
+        return content.within(tables, others)
     tables = tables or _tables_of(_numbered(entries))
     if tables:
-        notes = [_why_not(k, v) for k, v in entries.items() if k not in tables]
-        return _contents(tables, path).within(tables, notes)
+        others = {str(k): _why_not(k, v) for k, v in entries.items() if k not in tables}
+        return _contents(tables, path).within(tables, others)
     leaves = [*_leaves(entries)]
     for key, value in leaves:
         if not _is_array(value) and (what := _describe_unread(value)):
@@ -139,7 +137,7 @@ def _contents(table: Mapping[Any, Any], path: str) -> FoundTable:
         elif isinstance(value, DTensorRef):
             shares.append(key)
         else:
-            content.others.append(f"{key}: {what or (ABSENT if value is None else NOT_A_TENSOR)}")
+            content.others[key] = what or (ABSENT if value is None else NOT_A_TENSOR)
             content.unread.update({key: what} if what else {})
     if shares:
         raise LoadError(
@@ -290,8 +288,8 @@ def values_beside(tree: Any, content: FoundTable) -> Iterator[tuple[str, TensorR
 
 def _why_not(key: Any, value: Any, chosen: str = "") -> str:
     if key in NESTED and isinstance(value, dict) and _has_tensors(value):
-        return f"{key}: also weights, but those of {chosen or 'the root'} were read"
-    return f"{key}: {_describe_unread(value) or NOT_WEIGHTS}"
+        return f"also weights, but those of {chosen or 'the root'} were read"
+    return _describe_unread(value) or NOT_WEIGHTS
 
 
 def _has_tensors(value: Any) -> bool:

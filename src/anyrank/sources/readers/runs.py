@@ -67,7 +67,7 @@ def list_folder(storage: Storage, folder: str) -> Listing:
     except AnyrankError as error:
         raise LoadError(str(error)) from error
     beside = {k: t for k, t in listing.tensors.items() if not k.startswith(WEIGHTS_PREFIX)}
-    skipped = tuple(f"{k}: in a different part" for k in beside)
+    skipped = dict.fromkeys(beside, "in a different part")
     weights = {
         k[len(WEIGHTS_PREFIX) :]: t
         for k, t in listing.tensors.items()

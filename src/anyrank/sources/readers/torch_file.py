@@ -74,7 +74,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         (read.info,),
         tensors,
         checksums=read.checksums,
-        skipped=tuple(content.others),
+        skipped=content.others,
         extras=content.extras,
         unreadable=content.unread,
         tables=content.tables,

@@ -100,7 +100,7 @@ def unused_renames(
     used = {id(stored) for stored in chosen.tensors.values()}
     left = [key for key, stored in whole_keys(source).items() if id(stored) not in used]
     # Keys that are not used need not be renamed, and an entry for them is not reported.
-    others = [*left, *source.extras, *(note.partition(":")[0] for note in source.skipped)]
+    others = [*left, *source.extras, *source.skipped]
     idle = unused(rename, {*chosen.tensors, *keys, *others})
     if not idle:
         return []
@@ -202,12 +202,12 @@ def take_tables(
     """Return the listing with only the tensors of some tables, by whole keys; skip the rest."""
     tables = {_table_of(key, listing) for key in chosen}
     read = {*tables, *chosen}
-    stays = [note for note in listing.skipped if note.partition(":")[0] not in read]
+    skipped = {key: why for key, why in listing.skipped.items() if key not in read}
     unread = whole_unread(listing).items()
     unreadable = {key: what for key, what in unread if _table_of(key, listing) in tables}
     # Tensors of other tables stay visible, because scales may be in a separate table.
     left = {key: t.renamed(key) for key, t in whole_keys(listing).items() if key not in chosen}
-    listing = replace(listing, skipped=tuple(stays), unreadable=unreadable, beside=left)
+    listing = replace(listing, skipped=skipped, unreadable=unreadable, beside=left)
     return _chosen(listing, chosen, others)
 
 
@@ -317,18 +317,19 @@ def _is_beside(key: str, known: Collection[str], listing: Listing, prefix: str) 
 def is_optimizer(table: str, listing: Listing) -> bool:
     """Return whether a table is an optimizer's state_dict(), whatever its name is."""
     groups = f"{table}.param_groups"
-    return groups in listing.tables or any(note.startswith(groups) for note in listing.skipped)
+    return groups in listing.tables or any(
+        key == groups or key.startswith(f"{groups}.") for key in listing.skipped
+    )
 
 
 def _chosen(listing: Listing, tensors: dict[str, StoredTensor], others: Iterable[str]) -> Listing:
     """Return the listing with only these tensors; the rest is listed as skipped."""
-    noted = {note.partition(":")[0] for note in listing.skipped}
-    notes = (
-        f"{key}: {'not weights' if _is_other_part(key, listing) else 'of another table'}"
+    skipped = dict(listing.skipped)
+    skipped |= {
+        key: "not weights" if _is_other_part(key, listing) else "of another table"
         for key in others
-        if not _is_in(key, noted)
-    )
-    skipped = (*listing.skipped, *notes)
+        if not _is_in(key, listing.skipped)
+    }
     beside = {key: t for key, t in listing.beside.items() if key not in tensors}
     listing = replace(listing, tensors=tensors, skipped=skipped, table="", beside=beside)
     return replace(listing, unread_beside={})

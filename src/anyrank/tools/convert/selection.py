@@ -98,7 +98,7 @@ def select(listing: Listing, rename: Rename) -> Selection:
     kept = {name: stored for name, stored in tensors.items() if name not in tied}
     extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
     renamed = {key: name for key, name in names.items() if key != name}
-    notes = (*listing.skipped, *skipped, *extras, *idle)
+    notes = (*listing.skipped_texts, *skipped, *extras, *idle)
     stored_names = frozenset(listing.tensors[key].name for key in left_out)
     return Selection(kept, tied, renamed, notes, stored_names)
 

@@ -206,7 +206,7 @@ def inspect(source: Source) -> Inspection:
         parameters=sum(total.elements for total in dtypes.values()),
         nbytes=listing.nbytes,
         metadata=listing.metadata,
-        skipped=[*listing.skipped, *_not_read(listing)],
+        skipped=[*listing.skipped_texts, *_not_read(listing)],
         tied=ties_of(listing.tensors),
         quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
         steps=[] if folder is None else steps_in(folder),
