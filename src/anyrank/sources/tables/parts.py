@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from anyrank.files.listing import Listing
 from anyrank.files.manifest import FORMAT
-from anyrank.sources.part_names import NESTED, is_other_part
-from anyrank.sources.tables.choice import is_optimizer, whole_keys, whole_unread
+from anyrank.sources.part_names import NESTED
+from anyrank.sources.tables.table_names import TableNames, whole_unread
 from anyrank.tensors.spec import StoredTensor
 
 # Formats that state which table holds the weights.
@@ -42,50 +42,36 @@ class Parts:
 
 
 def parts_of(listing: Listing) -> Parts:
-    """Sort tensors into weights and others, by tables if the format distinguishes these from
-    modules.
+    """Sort tensors into weights and others: by table, if the format tells tables from modules.
 
     A flat source has no tables, whatever the names of a model's children are. Single tensors next
-    to a known table with more tensors (a queue, a generator's state) are not a table.
+    to a known table with more tensors (a queue, a generator's state) are not weights.
     """
     unread = whole_unread(listing)
     if listing.format in SELF_DESCRIBING:
         prefix = f"{listing.table}." if listing.table else ""
         weights = {prefix + key: stored for key, stored in listing.tensors.items()}
         return Parts(weights, dict(listing.beside), unread, prefix)
-    whole = whole_keys(listing)
-    above = _above_all(whole, listing)
-    groups: dict[str, dict[str, StoredTensor]] = {}
+    names = TableNames(listing)
+    groups: dict[str, dict[str, StoredTensor]] = {}  # by part
     others: dict[str, StoredTensor] = {}
-    for key, stored in whole.items():
-        part = key.removeprefix(above).partition(".")[0]
-        is_table = above + part in listing.tables
-        if is_table and not (is_other_part(part) or is_optimizer(above + part, listing)):
-            groups.setdefault(part, {})[key] = stored
-        elif is_table or key in listing.beside:
+    for key, stored in names.tensors.items():
+        part = names.part_of(key)
+        is_other = key in listing.beside if part == "" else names.other_part_of(key) != ""
+        if is_other:
             others[key] = stored
         else:
-            groups.setdefault("", {})[key] = stored
-    known = max((len(group) for part, group in groups.items() if part in NESTED), default=0)
-    if len(groups.get("", ())) < known:
+            groups.setdefault(part, {})[key] = stored
+    known = {part for part in groups if part.rpartition(".")[2] in NESTED}
+    if len(groups.get("", ())) < max((len(groups[part]) for part in known), default=0):
         others |= groups.pop("", {})
     weights = {key: stored for group in groups.values() for key, stored in group.items()}
     [only] = groups if len(groups) == 1 else [""]
-    prefix = f"{above}{only}." if only in NESTED else ""
-    tables = tuple(part and above + part for part in groups)
-    return Parts(weights, others, unread, prefix, tables)
+    prefix = f"{only}." if only in known else ""
+    return Parts(weights, others, unread, prefix, tuple(groups))
 
 
-def _above_all(whole: dict[str, StoredTensor], listing: Listing) -> str:
-    """Return the prefix of the one table that contains all others, such as `{"app": {"model":
-    ...}}`.
-    """
-    first, *others = {key.partition(".")[0] for key in whole} or {""}
-    is_outer = not others and first in listing.tables and first not in NESTED
-    return f"{first}." if is_outer else ""
-
-
-def alike(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str]]:
+def comparable_views(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str]]:
     """Make two sources comparable; also return keys outside the weights that only one of them has.
 
     Weights are compared by their names in the table of weights, if both sources have at most one.

@@ -27,7 +27,7 @@ from anyrank.sources.readers.folders import RUN, looks_like
 from anyrank.sources.readers.runs import no_step, whole_steps
 from anyrank.sources.source import Source, check_source, list_source
 from anyrank.sources.step_listing import open_step
-from anyrank.sources.tables.parts import alike
+from anyrank.sources.tables.parts import comparable_views
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tools.inspect.inspect import name_of
 from anyrank.tools.inspect.records import Ignore, record_differences
@@ -246,7 +246,7 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     in_a, in_b = list_source(a), list_source(b)
     if is_tool_folder(a) and is_tool_folder(b):
         in_a, in_b = with_optimizers(a, in_a), with_optimizers(b, in_b)
-    in_a, in_b, beside = alike(in_a, in_b)
+    in_a, in_b, beside = comparable_views(in_a, in_b)
     # With different block sizes, the same numbers and scales are different weights.
     sizes = [q[BLOCK_SIZE] for q in (in_a.quantization, in_b.quantization) if BLOCK_SIZE in q]
     is_other = len(sizes) == 2 and sizes[0] != sizes[1]

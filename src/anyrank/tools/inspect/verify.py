@@ -21,7 +21,7 @@ from anyrank.sources.readers.runs import no_step
 from anyrank.sources.run_step import METADATA, check_sizes, is_step, list_steps
 from anyrank.sources.source import Source, check_source, list_source
 from anyrank.sources.step_listing import list_step
-from anyrank.sources.tables.choice import whole_keys
+from anyrank.sources.tables.table_names import whole_keys
 from anyrank.tools.inspect.inspect import name_of
 from anyrank.tools.inspect.stream import boxes_of, count_nonfinite, open_values
 from anyrank.tools.inspect.tool_folders import is_tool_folder, with_optimizers

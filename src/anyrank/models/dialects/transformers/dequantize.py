@@ -33,6 +33,7 @@ from anyrank.models.dialects.transformers.quantized import (
 )
 from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
 from anyrank.sources.part_names import is_other_part
+from anyrank.sources.tables.table_names import outer_name
 from anyrank.tensors.names import candidates
 from anyrank.tensors.spec import StoredTensor
 from anyrank.wording import count
@@ -130,8 +131,7 @@ def without_scales(
     # In a table that the caller named, they may be known only by their names in it.
     names = {stored.name for stored in listing.tensors.values()}
     others = [stored for stored in small if stored.name not in names]
-    firsts = {stored.name.partition(".")[0] for stored in small}
-    tables = listing.tables | (firsts if len(firsts) == 1 else set())
+    tables = listing.tables | {outer_name(stored.name for stored in small)}
     scales = scales_of([*listing.tensors.values(), *others], beside, tables)
     # Tools use more names for scales than are known here.
     scales |= (lone_numbers if unused is None else _beside)(listing.tensors.values(), small)
