@@ -147,9 +147,8 @@ def _run_with_kills(
                 pass
         else:
             _wait_for_save(ranks, folder, kill_at)
-            torchrun.send(
-                signal.SIGSTOP, ranks.pids()
-            )  # first, so that no rank notices the death of another
+            # Stop all of them first, so that no rank notices the death of another.
+            torchrun.send(signal.SIGSTOP, ranks.pids())
             torchrun.send(signal.SIGKILL, ranks.pids())
             for process in ranks.processes:
                 process.join()
@@ -198,9 +197,8 @@ def sha256_of(folder: str) -> str:
         for name, stored in sorted(listing.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
             for box in boxes_of(stored):
-                part = values.read(
-                    stored, box
-                )  # kept in a variable, because the digest only reads its memory
+                # Kept in a variable, because the digest only reads its memory.
+                part = values.read(stored, box)
                 digest.update(memory_of(part))
     return digest.hexdigest()
 

@@ -110,9 +110,8 @@ def elastic(
         **options,
     )
     elastic_trainer._elastic = training
-    elastic_trainer.train = (
-        elastic_trainer.train
-    )  # bound to the elastic trainer, for calls on `trainer` too
+    # Bound to the elastic trainer, for calls on `trainer` too.
+    elastic_trainer.train = elastic_trainer.train
     return elastic_trainer
 
 

@@ -411,6 +411,5 @@ class ChannelMover(Mover):
         )
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return super()._allocate(
-            0 if self.route.channel else nbytes
-        )  # a channel has its own buffers
+        # A channel has its own buffers.
+        return super()._allocate(0 if self.route.channel else nbytes)

@@ -163,9 +163,8 @@ def _end_children() -> None:
 
 def _find_groups() -> list[Any]:
     """Return the existing process groups."""
-    world = getattr(
-        dist.distributed_c10d, "_world", None
-    )  # private, and not in every version of torch
+    # Private, and not in every version of torch.
+    world = getattr(dist.distributed_c10d, "_world", None)
     return list(getattr(world, "pg_map", ()))
 
 

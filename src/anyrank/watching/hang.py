@@ -151,9 +151,8 @@ class Watching:
         self._tick_sec = min(TICK_SEC, after_sec / 4)
         self._observer = SelfObserver(self._rank, round(after_sec / self._tick_sec))
         self._process = self._observer.describe()
-        self._verdict_file = os.memfd_create(
-            VERDICT
-        )  # for `anyrank stacks`, which may see no stacks
+        # For `anyrank stacks`, which may see no stacks.
+        self._verdict_file = os.memfd_create(VERDICT)
         self._steps, self._last_step = 0, time.monotonic()
         self._beats = Beats(self._store, self._rank, self._size)
         self._orders = Orders(self._store, self._rank)

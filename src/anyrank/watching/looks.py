@@ -143,9 +143,8 @@ class SelfObserver:
 
     def __init__(self, rank: int, ticks: int) -> None:
         self.rank = rank
-        self.recent_positions = collections.deque[Functions](
-            maxlen=ticks
-        )  # positions of the main thread, one per tick
+        # Positions of the main thread, one per tick.
+        self.recent_positions = collections.deque[Functions](maxlen=ticks)
         self.file = os.memfd_create("anyrank-stacks")
         self.signal = _free_signal()
         if self.signal:

@@ -29,9 +29,8 @@ PASSED = 8  # ended calls that a rank reports per group, the newest ones
 FRAMES = 6  # lines of user code per call
 SAFE_NCCL = (2, 14)  # before it, a dump of NCCL's recorder may crash a running job
 SWITCHES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-VAGUE = re.compile(
-    r"|backward|torch\.distributed|.*\(\)"
-)  # names from stacks; the record has a better one
+# Names from stacks for which the record has a better one.
+VAGUE = re.compile(r"|backward|torch\.distributed|.*\(\)")
 UNEVEN = ("all_to_all", "alltoall", "_oop")  # calls in which sizes may differ between ranks
 AGREEMENTS = "anyrank"  # prefix of the groups of anyrank's own agreements
 MESSAGES = "messages "  # prefix of groups that stand for one direction between two ranks

@@ -23,9 +23,8 @@ INSTALLED = re.compile(r"(^<)|([/\\](site|dist)-packages[/\\])|([/\\]lib(64)?/py
 COLLECTIVES = re.compile(r"torch/distributed/distributed_c10d\.py$")
 DISTRIBUTED = re.compile(r"torch/(distributed|nn/parallel/distributed\.py)")
 FETCHING = re.compile(r"torch/utils/data/|anyrank/data/fetch")
-WAITS = re.compile(
-    r"\.(wait|item|cpu|tolist|synchronize)\("
-)  # in C, so only the source line shows them
+# These wait in C, so only the source line shows them.
+WAITS = re.compile(r"\.(wait|item|cpu|tolist|synchronize)\(")
 STORE_WAITS = re.compile(r"store\w*\.(wait|get|multi_get|barrier)\(")
 BACKWARD = re.compile(r"torch/autograd/(graph|__init__)\.py$")
 AGREEING = re.compile(r"anyrank/world/")

@@ -172,9 +172,8 @@ def pid_namespace() -> str:
 
 def _stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty without such a process."""
-    return (
-        _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    )  # the name before it may have parentheses
+    # The name before the last parenthesis may have parentheses too.
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _table(path: str) -> dict[str, str]:

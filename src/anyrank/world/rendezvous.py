@@ -32,9 +32,8 @@ ASKING_SEC = 0.0005  # per rank, between two polls by a rank that waits for the 
 _Key = tuple[tuple[int, ...], int]  # ranks, and a channel between them
 
 _connections: dict[_Key, Connections] = {}
-_default_group: list[
-    weakref.ref[Any]
-] = []  # the default group at the time when _connections were opened
+# The default group at the time when _connections were opened.
+_default_group: list[weakref.ref[Any]] = []
 
 
 def get_connections(ranks: Sequence[int], rank: int, call: str, channel: int = 0) -> Connections:

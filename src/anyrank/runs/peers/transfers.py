@@ -63,9 +63,8 @@ def send_files(transfers: Sequence[FileTransfer], folder: str, ranks: Ranks) -> 
         (b, t.sender) for t, m in opened.items() if t.receiver == ranks.rank for b in _split(m)
     ]
     exchange(ranks, sent, received, "sending the snapshot to other machines")
-    ranks.run(
-        "sending the snapshot to other machines", lambda: None
-    )  # because every rank of the machine reads it
+    # Every rank of the machine reads it.
+    ranks.run("sending the snapshot to other machines", lambda: None)
 
 
 def make_folder(path: str) -> None:

@@ -338,6 +338,5 @@ def unreadable_error(path: str, error: Exception) -> CheckpointError:
     """Make the error for a failing disk or network, which does not prove that a step is corrupt."""
     return CheckpointError(
         f"{error}\n  {path} may be undamaged, and was not renamed. Try again, or move it out of "
-        "the "
-        "run's folder to resume the previous step."
+        "the run's folder to resume the previous step."
     )

@@ -5,10 +5,10 @@ by the learning rate, and drop what they do not know. Here absent state stays ab
 shape and type is kept, and hyperparameters belong to the parameters and not to a group's index.
 
 A tensor of the state has the layout of its parameter, is whole on each rank, or is different on
-each
-rank; next to a plain parameter, a DTensor has its own layout. State that an optimizer keeps in
-attributes is not in torch's `state_dict()`: it is reported, and not saved. An optimizer with its
-own `state_dict()` is saved through that (`anyrank.runs.state.optimizer_own`).
+each rank; next to a plain parameter, a DTensor has its own layout (`TENSOR_TAGS` in `part_types`).
+State that an optimizer keeps in attributes is not in torch's `state_dict()`: it is reported, and
+not saved. An optimizer with its own `state_dict()` is saved through that
+(`anyrank.runs.state.optimizer_own`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,15 @@ from anyrank.wording import count, join_first
 
 SHOWN = 10
 
+# How a record names a tensor of its step: a dict of one tag. Its value is the tensor's name; in an
+# optimizer's record [name, layout], where the layout is "" if each rank has the whole tensor.
+TENSOR_TAGS = (
+    "~like",  # laid out like its parameter, which is sharded
+    "~laid",  # a DTensor beside a plain parameter: it has its own layout
+    "~whole",  # any other tensor that the ranks hold together
+    "~rank",  # a plain tensor of each rank; [name, its parameter's layout]; see `own_name`
+)
+
 
 @dataclass
 class PartState:

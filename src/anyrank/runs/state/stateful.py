@@ -227,7 +227,7 @@ def _plan_fill(
         matched.outcome = Outcome("derived", in_line(title, gathered))
     elif sharded or any(tensor.layout for tensor in tensors):
         matched.outcome = source.outcome_for(record["layout"], layout_digest(tensors))
-    matched.commit = lambda: _give(part, thing, tree)
+    matched.commit = lambda: _load_state(part, thing, tree)
     return matched, tree
 
 
@@ -250,13 +250,12 @@ def _changed_schedule(thing: LRScheduler, tree: Any) -> str:
         if not math.isclose(saved, rate, rel_tol=1e-6, abs_tol=1e-12):
             return (
                 f"its lambda returns a learning rate of {rate:g} at step {step}, but {saved:g} "
-                "when "
-                "the run was saved; a LambdaLR does not save its lambda"
+                "when the run was saved; a LambdaLR does not save its lambda"
             )
     return ""
 
 
-def _give(part: str, thing: Stateful, tree: Any) -> None:
+def _load_state(part: str, thing: Stateful, tree: Any) -> None:
     """Load the state of an object.
 
     Raises:

@@ -94,9 +94,8 @@ def _filled(file: OutputFile, content: StoredContent) -> Iterator[memoryview]:
 
 def _fill(window: _Window, memory: torch.Tensor, content: StoredContent) -> memoryview:
     """Fill a window, and return its bytes as a view of the memory."""
-    base = (
-        window.start - window.start % ALIGNMENT
-    )  # so that elements have the alignment that they have in the file
+    # Elements have the alignment that they have in the file.
+    base = window.start - window.start % ALIGNMENT
     data = memory_of(memory)
     for start, known in window.fixed:
         data[start - base :][: len(known)] = known

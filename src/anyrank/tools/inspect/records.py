@@ -16,11 +16,12 @@ from typing import Any, cast
 
 from anyrank.files.json_codec import reading_record
 from anyrank.files.manifest import IMPLEMENTATION, Manifest
+from anyrank.runs.state.part_types import TENSOR_TAGS
 
 PROGRESS = ("step", "epoch", "samples")
 POSITION = {"seed", "epoch", "step", "samples", "receipt"}  # the fields of anyrank's loaders
 NO_POSITION = ("version", "receipts", "exact")  # fields that may differ between equal runs
-TENSORS = ("~rank", "~whole", "~like", "~laid", "~array")  # compared elsewhere
+TENSORS = (*TENSOR_TAGS, "~array")  # compared elsewhere
 NOT_COMPARED = ("kind", "layout")
 COMPARED_APART = ("tree", "by_rank", "groups")
 ABSENT = object()

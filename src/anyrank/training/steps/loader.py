@@ -356,8 +356,7 @@ class ElasticLoader:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an ElasticLoader cannot be copied or pickled. Create one in each process, and "
-            "transfer "
-            "the position with load_state_dict(other.state_dict())."
+            "transfer the position with load_state_dict(other.state_dict())."
         )
 
     def __len__(self) -> int:

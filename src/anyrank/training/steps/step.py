@@ -38,9 +38,8 @@ If a loop is left within its microbatches, by an exception or `break`, no exchan
 a backward has exchanged is dropped when the loader yields the same step again. The generators
 continue as before: at once, or, if the loop's iterator is kept, when the loader's iterator is left
 or restarted (`StepRun.leave`). The other ranks wait for this one: in an agreement, until this
-process ends
-and so closes its connections, and an exception that leaves `Checkpoints` also tells them why; in an
-exchange of DDP or FSDP2, until their own process group's timeout.
+process ends and so closes its connections, and an exception that leaves `Checkpoints` also tells
+them why; in an exchange of DDP or FSDP2, until their own process group's timeout.
 """
 
 from __future__ import annotations

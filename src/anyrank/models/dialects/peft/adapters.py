@@ -73,9 +73,8 @@ def unknown_adapters(
         initialize: tensors that a rule is to fill.
         keep: tensors that keep their values.
     """
-    based: dict[
-        int, bool
-    ] = {}  # layer whose base is filled -> whether from a file of only the base
+    # Layer whose base is filled -> whether from a file of only the base.
+    based: dict[int, bool] = {}
     for index, source in stored.items() if any(t.adapter for t in tensors) else ():
         for entry in () if tensors[index].adapter else tensors[index].registrations:
             layer = _adapter_layer(entry)
