@@ -64,17 +64,14 @@ UPWARD = ("anyrank.loading.load", "live")
 # imported at the top. The commands of `cli` are one case: `anyrank --help` loads no torch.
 DOORS = {
     ("loading.load", "live"): "a dict of sharded tensors is a live model; against the direction",
-    ("loading.load", "loading.sharing"): "1,400 lines that a rank which reads its own bytes skips",
+    ("loading.load", "loading.sharing"): "a rank that reads its own bytes skips it",
     ("loading.agreed_plan", "loading.sharing"): "the same",
-    ("sources.source", "sources.foreign"): "1,400 lines about other tools' runs",
+    ("sources.source", "sources.foreign"): "other tools' runs",
     ("files.storage", "files.object_store"): "fsspec, for URLs alone",
-    ("training.steps.loader", "training.streams"): "streams: 2,800 lines",
-    ("training.steps.loader", "training.exact"): "exact=True: 1,700 lines",
+    ("training.steps.loader", "training.streams"): "streams, which map-style datasets skip",
+    ("training.steps.loader", "training.exact"): "exact=True",
     ("runs.resume.listeners", "runs.peers"): "peers=: snapshots in memory",
-    (
-        "runs.resume.restore",
-        "runs.resume.settings",
-    ): "900 lines, where the script is not the saved one",
+    ("runs.resume.restore", "runs.resume.settings"): "the script is not the saved one",
     ("runs.resume.resume", "runs.adopt"): "other tools' checkpoints, and their readers",
     ("watching.launched", "watching.hang"): "`check` of a script watches nothing",
     ("testing.server", "testing"): "the server forks ranks, and is none itself",
@@ -542,7 +539,7 @@ def test_modules_are_short_and_have_plain_names() -> None:
     assert [part for part in parts if part.startswith("_") and part not in public] == []
 
 
-@pytest.mark.parametrize(("name", "limit"), [("README.md", 120), ("CONTRIBUTING.md", 250)])
+@pytest.mark.parametrize(("name", "limit"), [("README.md", 120), ("CONTRIBUTING.md", 290)])
 def test_front_pages_are_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
 

@@ -46,7 +46,7 @@ class Case:
         source: the weights in the source, by the source's own keys.
         options: the caller's options.
         parts: contents of the sources of the model's frozen parts.
-        kinds: all dialects, in the order in which they are asked.
+        classes: the classes of all dialects, in the order in which they are asked.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Case:
     source: Listing
     options: LoadOptions
     parts: Mapping[FrozenSource, Listing] = field(default_factory=dict[FrozenSource, Listing])
-    kinds: Sequence[type[Dialect]] = ()
+    classes: Sequence[type[Dialect]] = ()
 
     @property
     def is_live(self) -> bool:
@@ -197,7 +197,7 @@ class Dialect:
 
 def dialects_of(case: Case) -> list[Dialect]:
     """Return the dialects that apply to a case, in the order in which they are asked."""
-    return [kind(case) for kind in case.kinds if kind.applies(case)]
+    return [kind(case) for kind in case.classes if kind.applies(case)]
 
 
 def match_of_rules(tensors: list[ModelTensor], initialize: list[int]) -> ModelMatch:

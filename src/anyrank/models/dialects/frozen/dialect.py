@@ -53,7 +53,7 @@ class FrozenParts(Dialect):
         indices = [i for i in in_part if i not in match.stored or tensors[i].is_meta]
         if not indices:
             return match
-        source, keys = _matched(part, self.case.parts[info.source], self.case.kinds)
+        source, keys = _matched(part, self.case.parts[info.source], self.case.classes)
         lacking = [tensors[i].name for i in indices if id(tensors[i].tensor) not in keys]
         if lacking:
             title = f"{name or 'the model'}: is frozen with source {info.source}, which does not"
@@ -77,12 +77,12 @@ class FrozenParts(Dialect):
 
 
 def _matched(
-    part: nn.Module, source: Listing, kinds: Sequence[type[Dialect]]
+    part: nn.Module, source: Listing, classes: Sequence[type[Dialect]]
 ) -> tuple[Listing, Mapping[int, str]]:
     """Return the contents of a part's own source, and the key of each tensor, by identity."""
     modules = find_modules(part)
     tensors = in_state_dict(tensors_of(modules))
-    case = Case(part, modules, tensors, source, LoadOptions(), kinds=kinds)
+    case = Case(part, modules, tensors, source, LoadOptions(), classes=classes)
     for dialect in dialects_of(case):
         source = dialect.values(source)
     keys = match_keys([t.all_names() for t in tensors], source.tensors, lambda key: key).keys
