@@ -242,6 +242,10 @@ def trainer(out: Path, kind: type[Trainer] = Trainer, **more: Any) -> Any:
         ({"ignore_data_skip": True}, "would train samples twice"),
         ({"enable_jit_checkpoint": True}, "saves on SIGTERM, which the run already does"),
         ({"train_sampling_strategy": "group_by_length"}, "orders the samples per rank"),
+        (
+            {"accelerator_config": {"split_batches": True}},
+            "divides a batch among the ranks a second",
+        ),
     ],
 )
 def test_an_option_that_cannot_hold_is_refused(

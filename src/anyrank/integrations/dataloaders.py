@@ -124,7 +124,7 @@ def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:
     """
     sampler: Any = dataloader.sampler
     length = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None  # pyright: ignore[reportArgumentType]
-    if type(sampler) is SequentialSampler:
+    if type(sampler) is SequentialSampler and (length is None or len(sampler) == length):
         return {"shuffle": False}
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == length:
         return {"shuffle": True}
@@ -140,6 +140,7 @@ def _order(dataloader: DataLoader[Any]) -> dict[str, Any]:
         return {}  # a dataset without a length: ElasticLoader says what to do
     raise ValueError(
         f"the training DataLoader's sampler is a {type(sampler).__name__}, whose order is unknown "
-        "for a different number of ranks. Set shuffle=True or False, or use "
-        "WeightedRandomSampler(weights, num_samples=len(dataset), replacement=True)"
+        "for a different number of ranks. Set shuffle=True or False (for some of the samples, over "
+        "a torch.utils.data.Subset), or use WeightedRandomSampler(weights, "
+        "num_samples=len(dataset), replacement=True)"
     )

@@ -108,6 +108,11 @@ def _of_parallelism(trainer: Any) -> Iterator[str]:
             "several GPUs in one process (DataParallel) are not supported. Start one process per "
             "GPU with torchrun"
         )
+    if accelerator.split_batches:
+        yield (
+            "split_batches (accelerator_config) divides a batch among the ranks a second time. "
+            "Remove it; global_batch is the batch of all ranks together"
+        )
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed is not supported: it owns the optimizer. Use DDP or FSDP2 (fsdp=True)"
     if trainer.is_fsdp_xla_enabled:

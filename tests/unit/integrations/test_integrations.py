@@ -248,6 +248,10 @@ class Stream(IterableDataset[int]):
             lambda: DataLoader(DATA, sampler=torch.utils.data.SubsetRandomSampler(range(9))),
             "sampler is a SubsetRandomSampler, whose order is unknown",
         ),
+        (
+            lambda: DataLoader(DATA, sampler=torch.utils.data.SequentialSampler(range(9))),
+            r"sampler is a SequentialSampler, .* some of the samples, over a torch",
+        ),
         (lambda: DataLoader(DATA, worker_init_fn=print), "worker_init_fn, which is not supported"),
         (
             lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 3)),

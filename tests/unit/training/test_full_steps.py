@@ -172,6 +172,11 @@ def test_until_is_refused_where_it_says_nothing(options: Any) -> None:
         make(data, until="all", **options)
 
 
+def test_a_dict_of_splits_is_no_mixture() -> None:
+    with pytest.raises(ValueError, match=r"pass mix=.* For one split of a dataset pass only that"):
+        make({"train": Rows(9), "test": Rows(3)})
+
+
 WRONG = [{"x": 1}, "text", b"bytes", torch.ones(2), (1, 2), {1, 2}, None, 3]
 
 

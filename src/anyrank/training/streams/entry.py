@@ -69,7 +69,10 @@ def open_iterable(
         raise ValueError(f"until={until!r} says when a mixture's epoch ends, but {why}. Remove it.")
     if mix is None:
         if isinstance(dataset, Mapping):
-            raise ValueError("a dict of datasets is a mixture: pass mix=, a weight for each name")
+            raise ValueError(
+                "a dict of datasets is a mixture: pass mix=, a weight for each name. For one split "
+                'of a dataset pass only that, dataset["train"]'
+            )
         return OpenStreams({"": open_parts(dataset, transform, window, endless)}, endless=endless)
     datasets = _check_mix(dataset, mix)
     sources = {
