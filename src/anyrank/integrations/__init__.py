@@ -22,8 +22,8 @@ FRAMEWORKS = (
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import the module of a framework when it is first used."""
-        if name not in FRAMEWORKS:
+        """Import the module of a framework, or that of their options, when it is first used."""
+        if name not in (*FRAMEWORKS, "run"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f"{__name__}.{name}")
 

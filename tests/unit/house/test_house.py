@@ -414,6 +414,8 @@ def test_what_shards_nothing_loads_no_sharded_classes(tmp_path: Path) -> None:
 def test_integrations_are_there_and_load_no_framework() -> None:
     code = "import anyrank\nassert 'lightning' in dir(anyrank.integrations)"
     assert loaded_by(code, [*HEAVY, "torch"]) == set()
+    code = "import anyrank\nassert anyrank.integrations.run.RunOptions.__doc__"  # as pages name it
+    assert loaded_by(code, ["transformers", "lightning", "accelerate"]) == set()
     with pytest.raises(AttributeError, match="has no attribute 'keras'"):
         anyrank.integrations.keras  # pyright: ignore # noqa: B018
 

@@ -172,6 +172,26 @@ def test_until_is_refused_where_it_says_nothing(options: Any) -> None:
         make(data, until="all", **options)
 
 
+@pytest.mark.parametrize(
+    ("length", "told"),
+    [
+        (9, "not all rows: 8 of 9 were read; does read"),
+        (4, "too many rows: 8 of 4 were read; is the length"),
+    ],
+)
+def test_a_length_that_is_wrong_is_told(
+    length: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counted(Rows):
+        def __len__(self) -> int:
+            return length
+
+    loader = make(Counted(5, 3))
+    run(loader)
+    assert told.startswith(loader.receipts[0].verdict)
+    assert told in caplog.text
+
+
 def test_a_dict_of_splits_is_no_mixture() -> None:
     with pytest.raises(ValueError, match=r"pass mix=.* For one split of a dataset pass only that"):
         make({"train": Rows(9), "test": Rows(3)})

@@ -67,6 +67,9 @@ def _describe_source(streams: Streams, deal: Deal, source: int) -> str:
         return f"each row{of_source} read was used once: {rows} in {shards}"
     if known == total.rows:
         return f"exactly once: {total.rows:,} of {count(known, 'row')}{of_source}"
-    text = f"not all rows{of_source}: {total.rows:,} of {known:,} were read"
-    log.warning("epoch %d: %s; does read() or the dataset skip rows?", deal.epoch, text)
+    kind, why = "not all", "does read() or the dataset skip rows"
+    if total.rows > known:
+        kind, why = "too many", "is the length of the dataset wrong, or does it repeat rows"
+    text = f"{kind} rows{of_source}: {total.rows:,} of {known:,} were read"
+    log.warning("epoch %d: %s?", deal.epoch, f"{text}; {why}")
     return text
