@@ -126,3 +126,9 @@ def test_optimizers_of_several_models_are_not_weights(form: str, tmp_path: Path)
     note = "gan.optimizer.state.0.weight.exp_avg: not weights"
     assert note in report.skipped
     assert note in loaded_report.skipped
+
+
+def test_an_optimizer_alone_is_not_weights(tmp_path: Path) -> None:
+    save_dcp({"optimizer": optimizer()}, tmp_path / "dcp")
+    with pytest.raises(anyrank.LoadError, match="the source has no weights to convert"):
+        anyrank.convert(tmp_path / "dcp", tmp_path / "out")
