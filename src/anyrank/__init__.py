@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from anyrank.tools.inspect.inspect import inspect
     from anyrank.tools.inspect.verify import verify
     from anyrank.training.steps.loader import ElasticLoader
-    from anyrank.training.streams.lane import CUT
+    from anyrank.training.streams.lane_transform import CUT
     from anyrank.training.streams.row_counts import row_counts
     from anyrank.training.streams.transforms import Buckets, Pack
     from anyrank.versions import __version__
@@ -101,7 +101,7 @@ HOMES = {
     "ALONE": "anyrank.world.group",
     "AnyrankError": "anyrank.errors",
     "Buckets": "anyrank.training.streams.transforms",
-    "CUT": "anyrank.training.streams.lane",
+    "CUT": "anyrank.training.streams.lane_transform",
     "CheckpointError": "anyrank.errors",
     "Checkpoints": "anyrank.runs.resume.checkpoints",
     "CorruptCheckpoint": "anyrank.errors",

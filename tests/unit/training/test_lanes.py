@@ -24,7 +24,8 @@ from anyrank.errors import CheckpointError
 from anyrank.training.data.schedule import slots_of_rank
 from anyrank.training.streams.deal import Deal
 from anyrank.training.streams.entry import OpenStreams
-from anyrank.training.streams.lane import CUT, Lane, LaneState
+from anyrank.training.streams.lane import Lane, LaneState
+from anyrank.training.streams.lane_transform import CUT
 from anyrank.training.streams.sources import Stream
 from anyrank.training.streams.transforms import Buckets, Pack, resize
 from anyrank.training.streams.workers import BlockAnswer, BlockReader, BlockRequests
@@ -216,7 +217,7 @@ class Run:
         if state["deal"]:
             self.deal = Deal.from_json(state["deal"], data.constants, self.epoch)
         self.changes: list[Any] = []
-        self.missing = Counter[Any]()  # microbatches without a row, by the reading of a source
+        self.missing = Counter[Any]()  # microbatches without a row, by the pass over a source
         self.start()
 
     def start(self) -> None:
@@ -227,7 +228,7 @@ class Run:
         deal, blocks, keys = self.deal, self.deal.blocks, list[Any]()
         lanes = deal.lanes_of(self.number, blocks)
         for lane in lanes:
-            keys.append((lane, deal.reading(deal.source_of(lane)), blocks[lane]))
+            keys.append((*deal.lane_pass(lane), blocks[lane]))
             blocks[lane] += 1
         is_unsure = deal.is_unsure(lanes)
         fetched: dict[int, Any] = {}
@@ -235,7 +236,7 @@ class Run:
             fetched |= rank.step(deal, self.number, keys)
         last = {lane: k for k, lane in enumerate(lanes)}
         answers: dict[int, BlockAnswer] = {k: one.request for k, one in fetched.items()}
-        states = {n: (answers[k].state, answers[k].left) for n, k in last.items()}
+        states = {n: (answers[k].state, answers[k].blocks_left) for n, k in last.items()}
         self.changes += [change for answer in answers.values() for change in answer.changes]
         self.deal = deal.after(states)  # type: ignore[arg-type]
         if is_unsure and not any(answer.num_samples for answer in answers.values()):
@@ -243,10 +244,10 @@ class Run:
         self.number += 1
         had_ended = deal.has_ended
         rows = [[content(row) for row in fetched[k].batch or ()] for k in range(self.data.k)]
-        for (lane, reading, _), own in zip(keys, rows, strict=True):
+        for (lane, pass_id, _), own in zip(keys, rows, strict=True):
             source = deal.source_of(lane)
             is_last_step = self.deal.has_ended[source] and not had_ended[source]
-            self.missing[source, reading] += not own and not is_last_step
+            self.missing[source, pass_id] += not own and not is_last_step
         if self.deal.is_over:
             self.totals = self.deal.totals
             self.epoch += 1
@@ -274,12 +275,12 @@ def undisturbed(data: Data, epochs: int) -> list[list[list[list[Any]]]]:
         steps[epoch].append(run.step())
         if run.epoch > epoch and len(data.sizes) == 1:
             (total,) = run.totals
-            assert (total.rows, total.passed) == (sum(data.sizes[0]), len(data.sizes[0]))
+            assert total.rows == sum(data.sizes[0])
             assert total.units_fed == total.units_given
             if data.name == "buckets full":
                 given = sum(len(rows) for step in steps[epoch] for rows in step)
                 assert given + total.dropped == total.rows
-    # Before the last step of a reading at most K of its microbatches have no row.
+    # Before the last step of a pass at most K of its microbatches have no row.
     assert max(run.missing.values(), default=0) <= data.k, run.missing
     return steps
 
@@ -295,7 +296,7 @@ def check_once(steps: list[list[list[Any]]], data: Data) -> None:
         return
     if name in LEAVING:
         return
-    read = data.streams.sources[0].function
+    read = data.streams.sources[0].read
     shards = enumerate(sizes)
     tokens = Counter(t for shard in shards for row in read(shard) for t in row["input_ids"])
     assert Counter(t for row in rows for t in row[0] if t not in (7, -5)) == tokens
@@ -427,16 +428,16 @@ class Rows:
     def __init__(self, sizes: list[int], piece: int, tokens: bool = False) -> None:
         self.sizes, self.piece, self.read_from = sizes, piece, rows_of(1, "a", tokens)
 
-    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+    def open(self, pass_id: int, shard: int, row: int) -> Iterator[Any]:
         return self.read_from((shard, self.sizes[shard]), row)
 
-    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+    def read_piece(self, rows: Iterator[Any], pass_id: int, shard: int, row: int) -> list[Any]:
         return list(islice(rows, self.piece))
 
-    def seed_transform(self, transform: Any, *numbers: int) -> None:
+    def seed_transform(self, *numbers: int) -> None:
         random.seed(repr(numbers))
 
-    def numbers(self, reading: int, shard: int, row: int, count: int) -> range:
+    def numbers(self, pass_id: int, shard: int, row: int, count: int) -> range:
         return range(row, row + count)
 
     def name(self, shard: int) -> str:
@@ -454,8 +455,8 @@ def open_lane(source: Rows, transform: Any = None, state: LaneState | None = Non
 
 def test_a_lane_says_how_many_blocks_are_left_once_it_sees_its_end() -> None:
     lane = open_lane(Rows([7, 6], 4))
-    found = [(len(lane.take(4, look=2)), lane.left) for _ in range(5)]
-    assert found == [(4, -1), (4, -1), (4, 1), (1, 0), (0, 0)]
+    found = [(len(lane.take(4, look=2)), lane.blocks_left) for _ in range(5)]
+    assert found == [(4, None), (4, None), (4, 1), (1, 0), (0, 0)]
     assert (lane.state.blocks, lane.state.rows, lane.state.passed) == (4, 13, 2)
 
 

@@ -1,22 +1,23 @@
 """The lane that supplies microbatch k of a step: a table that all ranks compute by themselves.
 
-The shards of a source are dealt once, when an epoch starts: of L = min(K, shards) lanes, lane i has
-the shards at positions i, i + L, i + 2 L of the epoch's order. Each microbatch of a step belongs to
-a lane; a lane with several supplies their blocks in turn, in the order of the microbatches. A lane
-looks as far ahead as its microbatches of the next step. If it finds its end, microbatches for which
-it has no block go to the lanes with the fewest. So a microbatch has no sample only if its lane was
-assigned to it in the previous step, or in the first step of an epoch. The table follows from the
-number of blocks that each lane has left.
+Microbatch k reads lane k mod L. The shards of a source are dealt once, when an epoch starts: of
+L = min(K, shards) lanes, lane i has the shards at positions i, i + L, i + 2 L of the epoch's order.
+A lane with several microbatches supplies their blocks in turn, in the order of the microbatches. A
+lane reads ahead far enough for its microbatches of the next step. When it finds its end, surplus
+microbatches move to the lanes with the fewest microbatches. So a microbatch has no sample only if
+its lane was assigned to it in the previous step, or in the first step of an epoch. The table
+follows from the number of blocks that each lane has left.
 
-A mixture has several sources with their own lanes. For each step it is drawn from which source a
-microbatch takes its block. A source that ends before the epoch does is dealt again, to lanes that
-repeat their shards until the epoch is over. So do the lanes of an endless source, each of which has
-one shard; a microbatch takes its lanes in turn. Pure Python: no torch, no ranks.
+A mixture has several sources with their own lanes. Each step draws a source for every microbatch. A
+source that ends before the epoch does is dealt again, to lanes that repeat their shards until the
+epoch is over. The lanes of an endless source repeat their shards too: each has one shard, and a
+microbatch takes its lanes in turn. Pure Python: no torch, no ranks.
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from anyrank.tensors.hashing import derive
-from anyrank.training.streams.lane import LaneState
+from anyrank.training.streams.lane import Counts, LaneState
 
 Until = Literal["first", "all"]
 
@@ -54,7 +55,8 @@ class Opening(NamedTuple):
 
     Attributes:
         lane, source: numbers of the lane and of its source.
-        reading: number of the times that a source was dealt in a run.
+        pass_id: pass over the source's shards: the epoch, with a bit for a source that was dealt
+            again in it.
         first_place: place of its first shard in the source's order.
         stride: distance between its shards.
         num_shards: number of shards of the source.
@@ -64,7 +66,7 @@ class Opening(NamedTuple):
 
     lane: int
     source: int
-    reading: int
+    pass_id: int
     first_place: int
     stride: int
     num_shards: int
@@ -88,7 +90,7 @@ class Deal:
     Attributes:
         has_ended: for each source, whether it has ended in the epoch.
         states: states of all lanes, those of one source after those of another.
-        left: for each lane, the number of blocks that it has left, or -1 if that is unknown.
+        blocks_left: for each lane, the number of blocks that it has left; None if unknown.
         read: counts of each source before it was dealt again.
         tables: for each source, the lane of each microbatch; for endless ones, its first lane. The
             same object as long as no further lane's end is known.
@@ -101,8 +103,8 @@ class Deal:
         self.starts = (0, *accumulate(self.counts))  # each source's first lane
         self.has_ended = [False] * len(sizes)
         self.states = [LaneState()] * sum(self.counts)
-        self.left = [-1] * sum(self.counts)
-        self.read = [LaneState()] * len(sizes)
+        self.blocks_left: list[int | None] = [None] * sum(self.counts)
+        self.read = [Counts()] * len(sizes)
         self.tables = self._make_tables()
 
     def _make_tables(self) -> list[list[int]]:
@@ -110,7 +112,7 @@ class Deal:
         return [self._table_of(source, everything) for source in range(len(self.sizes))]
 
     def _table_of(self, source: int, microbatches: Sequence[int]) -> list[int]:
-        left = self.left[self._lanes(source)]
+        left = self.blocks_left[self._lanes(source)]
         return [self.starts[source] + n for n in _choose_lanes(microbatches, left)]
 
     def _lanes(self, source: int) -> slice:
@@ -118,7 +120,11 @@ class Deal:
 
     def source_of(self, lane: int) -> int:
         """Return the source of a lane."""
-        return next(n for n, stop in enumerate(self.starts[1:]) if lane < stop)
+        return bisect_right(self.starts, lane) - 1
+
+    def lane_pass(self, lane: int) -> tuple[int, int]:
+        """Return a lane with the current pass over its source's shards."""
+        return lane, self._pass_id(self.source_of(lane))
 
     def opening(self, lane: int) -> Opening:
         """Return the opening that a reader needs to continue with a lane."""
@@ -126,7 +132,7 @@ class Deal:
         return Opening(
             lane,
             source,
-            self.reading(source),
+            self._pass_id(source),
             lane - self.starts[source],
             self.counts[source],
             self.sizes[source],
@@ -134,8 +140,7 @@ class Deal:
             self.states[lane],
         )
 
-    def reading(self, source: int) -> int:
-        """Return the number of the current reading of a source."""
+    def _pass_id(self, source: int) -> int:
         return self.epoch + (self.has_ended[source] << 32)
 
     @property
@@ -181,15 +186,19 @@ class Deal:
 
     def _is_ending(self, source: int) -> bool:
         """Return True if a source has no block for some microbatch of a full step."""
-        left = self.left[self._lanes(source)]
-        return min(left) >= 0 and sum(left) < self.constants.num_microbatches
+        known = [left for left in self.blocks_left[self._lanes(source)] if left is not None]
+        is_all = len(known) == self.counts[source]
+        return is_all and sum(known) < self.constants.num_microbatches
 
     def is_unsure(self, lanes: Collection[int]) -> bool:
-        """Return True if all lanes of a mixture's step may have no block, because none was read."""
-        blocks = [(self.left[lane], self.states[lane].blocks) for lane in lanes]
-        has_known = any(left > 0 or (left < 0 and num_given) for left, num_given in blocks)
-        is_mixture = len(self.sizes) > 1 and not self.constants.endless
-        return is_mixture and not has_known and any(left < 0 for left, _ in blocks)
+        """Return True if every lane of a mixture's step might turn out to be empty."""
+        unread = [
+            lane
+            for lane in lanes
+            if self.blocks_left[lane] is None and not self.states[lane].blocks
+        ]
+        has_known = any(self.blocks_left[lane] != 0 for lane in {*lanes} - {*unread})
+        return len(self.sizes) > 1 and not self.constants.endless and not has_known and bool(unread)
 
     @property
     def blocks(self) -> list[int]:
@@ -213,22 +222,22 @@ class Deal:
             return {}
         return {n: num + 1 for table in self.tables for n, num in Counter(table).items()}
 
-    def after(self, states: Mapping[int, tuple[LaneState, int]]) -> Deal:
+    def after(self, states: Mapping[int, tuple[LaneState, int | None]]) -> Deal:
         """Return the deal after a step.
 
         Args:
             states: states of the lanes that were read in it, with the number of blocks that each
-                has left, or -1 if that is unknown.
+                has left; None if unknown.
         """
         deal = object.__new__(Deal)
         deal.__dict__.update(self.__dict__)
-        deal.states, deal.left = [*self.states], [*self.left]
+        deal.states, deal.blocks_left = [*self.states], [*self.blocks_left]
         for lane, (state, left) in states.items():
-            deal.states[lane], deal.left[lane] = state, left
-        if deal.left != self.left:
+            deal.states[lane], deal.blocks_left[lane] = state, left
+        if deal.blocks_left != self.blocks_left:
             deal.has_ended, deal.read = [*self.has_ended], [*self.read]
             for source in range(len(self.sizes)):
-                if not any(deal.left[deal._lanes(source)]):
+                if not any(left != 0 for left in deal.blocks_left[deal._lanes(source)]):
                     deal._deal_again(source)
             deal.tables = deal._make_tables()
         return deal
@@ -237,17 +246,16 @@ class Deal:
         self.has_ended[source] = True
         if not self.is_over:
             lanes, count = self._lanes(source), self.counts[source]
-            self.read[source] = self._read_of(source)
-            self.states[lanes], self.left[lanes] = [LaneState()] * count, [-1] * count
-
-    def _read_of(self, source: int) -> LaneState:
-        """Return the counts of a source in the epoch, in the form of a state."""
-        return _sum_of([self.read[source], *self.states[self._lanes(source)]])
+            self.read[source] = self.totals[source]
+            self.states[lanes], self.blocks_left[lanes] = [LaneState()] * count, [None] * count
 
     @property
-    def totals(self) -> list[LaneState]:
-        """Return the counts of each source in the epoch, in the form of states."""
-        return [self._read_of(source) for source in range(len(self.sizes))]
+    def totals(self) -> list[Counts]:
+        """Return the counts of each source in the epoch."""
+        return [
+            Counts.total([read, *(state.counts for state in self.states[self._lanes(source)])])
+            for source, read in enumerate(self.read)
+        ]
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -256,7 +264,7 @@ class Deal:
         return {
             "sizes": [*self.sizes],
             "has_ended": [*self.has_ended],
-            "left": [*self.left],
+            "blocks_left": [*self.blocks_left],
             "read": [[*state] for state in self.read],
             "lanes": [[*state] for state in self.states],
         }
@@ -266,37 +274,37 @@ class Deal:
         """Read a deal from `to_json`'s form; raise ValueError, TypeError or KeyError if invalid."""
         deal = Deal(constants, epoch, [int(size) for size in value["sizes"]])
         states = [LaneState.from_json(row) for row in value["lanes"]]
-        left = [int(number) for number in value["left"]]
-        read = [LaneState.from_json(row) for row in value["read"]]
+        left = [None if number is None else int(number) for number in value["blocks_left"]]
+        read = [Counts(*map(int, row)) for row in value["read"]]
         has_ended = [bool(ended) for ended in value["has_ended"]]
-        pairs = (states, deal.states), (left, deal.left), (read, deal.read)
+        pairs = (states, deal.states), (left, deal.blocks_left), (read, deal.read)
         if any(len(a) != len(b) for a, b in (*pairs, (has_ended, deal.has_ended))):
             raise ValueError("the lanes do not match the shards")
-        if min(left) < -1:
-            raise ValueError(f"a lane has {min(left)} blocks left")
-        deal.states, deal.left, deal.read, deal.has_ended = states, left, read, has_ended
+        if any(number is not None and number < 0 for number in left):
+            raise ValueError("a lane has fewer than 0 blocks left")
+        deal.states, deal.blocks_left, deal.read, deal.has_ended = states, left, read, has_ended
         deal.tables = deal._make_tables()
         return deal
 
 
-def _choose_lanes(microbatches: Sequence[int], left: Sequence[int]) -> list[int]:
-    """Choose the lane of each microbatch: its own, number k of the lanes in turn, or another.
+def _choose_lanes(microbatches: Sequence[int], left: Sequence[int | None]) -> list[int]:
+    """Choose the lane of each microbatch: lane k mod L, or another lane if that one has ended.
 
     Args:
         microbatches: numbers of the microbatches, in their order.
-        left: number of blocks that each lane has left, or -1 if its end is not known.
+        left: number of blocks that each lane has left; None if its end is not known.
     """
     chosen, moving, loads = list[int](), list[int](), [0] * len(left)
+    most = [len(microbatches) if blocks is None else blocks for blocks in left]
     for number, k in enumerate(microbatches):
         lane = k % len(left)
         chosen.append(lane)
-        if left[lane] < 0 or loads[lane] < left[lane]:
+        if loads[lane] < most[lane]:
             loads[lane] += 1
         else:
             moving.append(number)
     if not moving:
         return chosen
-    most = [len(microbatches) if blocks < 0 else blocks for blocks in left]
     spare = [(load, lane) for lane, load in enumerate(loads) if load < most[lane]]
     heapify(spare)
     added = list[int]()
@@ -309,15 +317,3 @@ def _choose_lanes(microbatches: Sequence[int], left: Sequence[int]) -> list[int]
     for number, lane in zip(moving, sorted(added), strict=False):
         chosen[number] = lane
     return chosen
-
-
-def _sum_of(states: Sequence[LaneState]) -> LaneState:
-    """Add the counts of some states into one state."""
-    return LaneState(
-        passed=sum(state.passed for state in states),
-        blocks=sum(state.blocks for state in states),
-        rows=sum(state.rows for state in states),
-        units_fed=sum(state.units_fed for state in states),
-        units_given=sum(state.units_given for state in states),
-        dropped=sum(state.dropped for state in states),
-    )

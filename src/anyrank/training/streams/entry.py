@@ -17,7 +17,7 @@ from anyrank.training.streams.workers import BlockReader
 
 
 class OpenStreams(Streams):
-    """Streams in the form that a loader needs."""
+    """Streams with the position and the reader that ElasticLoader uses."""
 
     position_class = StreamPosition
 
@@ -34,7 +34,7 @@ def open_shards(
     endless: bool,
     options: Mapping[str, Any],
 ) -> OwnOrder:
-    """Open the dataset of `ElasticLoader.from_shards` with its options; raise the same errors."""
+    """Open the dataset of `ElasticLoader.from_shards`; raises the errors that it documents."""
     _check_options(options)
     check_bool(endless=endless)
     if lengths is None:
@@ -118,7 +118,7 @@ def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Check that no option needs an order that does not depend on the sizes of steps."""
+    """Check that no option needs an order that is independent of the step size."""
     if options.get("on_batch_change", "error") != "error":
         raise ValueError(
             f"on_batch_change={options['on_batch_change']!r}: a stream cannot be resumed with a "

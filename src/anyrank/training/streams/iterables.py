@@ -33,7 +33,8 @@ ENDLESS = (
 )
 # Steps that call no function of the user, so that nothing is drawn.
 PLAIN = {"Arrow", "Rebatched", "SelectColumns", "Columns", "Formatted", "Skip", "Take"}
-KEEPING = {*PLAIN, "Examples"} - {"Skip", "Take"}  # and keep all rows
+# Steps that call no user function and keep every row.
+KEEPING = {*PLAIN, "Examples"} - {"Skip", "Take"}
 COLUMNS = {"identity_func", "_rename_columns_fn"}  # of remove_columns and rename_column
 WHOLE = "the whole stream"
 
@@ -59,8 +60,8 @@ class Parts:
 
 
 class SkippingParts(Parts):
-    """Parts whose rows are skipped by the dataset. For those that draw no random numbers: draws for
-    rows that are skipped, or are in a batch with others, would shift later draws.
+    """Parts whose rows are skipped by the dataset. Only for datasets that draw no random numbers;
+    otherwise skipped rows, or rows in a batch with others, would shift later draws.
     """
 
     def __call__(self, name: str, start: int = 0) -> Iterator[Any]:
@@ -146,7 +147,8 @@ def _name_of(step: Any) -> str:
 def _own_function(step: Any) -> str:
     """Return the name of a step's function if it is one of `datasets`; else nothing.
 
-    `remove_columns`, `rename_column`, `add_column`, `batch` and others call `map` with such.
+    `remove_columns`, `rename_column`, `add_column`, `batch` and others call `map` with such a
+    function.
     """
     function: Any = getattr(step, "function", None)
     function = getattr(function, "func", function)

@@ -3,8 +3,8 @@
 A lane reads its shards one after the other and feeds the rows to its transform; the samples of the
 transform are divided into blocks. The blocks of a lane depend only on data, seed and K:
 
-1. A block takes samples until it is full, a transform cuts it, or the shards end. The lane
-then looks some blocks further, so that its reader knows how many are left at its end.
+1. A block takes samples until it is full, a transform cuts it, or the shards end. The lane then
+   reads a few blocks ahead, so that it knows near its end how many blocks are left.
 2. Rows are read in pieces, each under its own random generators, and with `window=` in its own
    order. So a piece can be read again, anywhere.
 3. The state of a lane is the position of the piece that made its last samples, and how many of them
@@ -16,31 +16,31 @@ Pure Python: no torch, no ranks.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from anyrank.errors import CheckpointError
 from anyrank.training.streams.digests import digest_of
-from anyrank.training.streams.kept import check_kept, inner_state_of, parts_of
+from anyrank.training.streams.lane_transform import CUT, LaneTransform
 
-Shard = tuple[int, int]  # the number of its reading, and that of the shard
-
-
-class Cut:
-    """The type of `anyrank.CUT`: the end of a microbatch, among the outputs of a transform."""
-
-    def __repr__(self) -> str:
-        return "CUT"
-
-    def __reduce__(self) -> str:
-        return "CUT"
+Shard = tuple[int, int]  # pass over the shards of its source, and number of the shard
 
 
-CUT: Final = Cut()
-"""In the output of a stream's transform: the microbatch ends here."""
+class Counts(NamedTuple):
+    """What a source has read and returned: see `LaneState`."""
+
+    blocks: int = 0
+    rows: int = 0
+    units_fed: int = 0
+    units_given: int = 0
+    dropped: int = 0
+
+    @staticmethod
+    def total(counts: Iterable[Counts]) -> Counts:
+        """Add counts."""
+        return Counts(*map(sum, zip(*counts, strict=True)))
 
 
 class LaneState(NamedTuple):
@@ -74,6 +74,11 @@ class LaneState(NamedTuple):
     units_given: int = 0
     dropped: int = 0
 
+    @property
+    def counts(self) -> Counts:
+        """Its counts."""
+        return Counts(self.blocks, self.rows, self.units_fed, self.units_given, self.dropped)
+
     @staticmethod
     def from_json(row: Sequence[Any]) -> LaneState:
         """Read a state from a list; raise ValueError or TypeError for anything else."""
@@ -94,19 +99,19 @@ class Source(Protocol):
 
     piece: int
 
-    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+    def open(self, pass_id: int, shard: int, row: int) -> Iterator[Any]:
         """Open the rows of a shard from one on, which starts a piece."""
         ...
 
-    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+    def read_piece(self, rows: Iterator[Any], pass_id: int, shard: int, row: int) -> list[Any]:
         """Read the next piece, under its generators and in its order; fewer rows at the end."""
         ...
 
-    def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the generators that a transform may draw from, by numbers that identify a row."""
+    def seed_transform(self, *numbers: int) -> None:
+        """Set the generators from which a transform may draw, by numbers that identify a row."""
         ...
 
-    def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:
+    def numbers(self, pass_id: int, shard: int, row: int, count: int) -> Sequence[int]:
         """Return the rows of a piece, by their numbers in the shard, in the piece's order."""
         ...
 
@@ -121,7 +126,7 @@ class Lane:
     Args:
         source: source of the rows.
         number: number of the lane.
-        reading: reading in which it is dealt.
+        pass_id: pass over the source's shards, for its seeds.
         transform: a fresh transform, or None.
         shard_at: returns the lane's shards, by their places in it; None after the last.
         state: where it continues.
@@ -129,7 +134,7 @@ class Lane:
 
     Attributes:
         state: state after the blocks that were taken.
-        left: number of blocks that it still has, if fewer than it looked for; otherwise -1.
+        blocks_left: number of blocks that it still has, if fewer than it looked for; None: unknown.
         changes: pieces that were read again and had a different first row: shard, start, stop.
     """
 
@@ -137,40 +142,36 @@ class Lane:
         self,
         source: Source,
         number: int,
-        reading: int,
+        pass_id: int,
         transform: Any,
         shard_at: Callable[[int], Shard | None],
         state: LaneState,
         num_shards: int | None = None,
     ) -> None:
-        self.source, self.number, self.reading = source, number, reading
-        self.transform, self.shard_at, self.state = transform, shard_at, state
+        self.source, self.number, self.pass_id = source, number, pass_id
+        self.transform = None if transform is None else LaneTransform(transform)
+        self.shard_at, self.state = shard_at, state
         self.num_shards = num_shards
-        self.left = -1
+        self.blocks_left: int | None = None
         self.changes: list[tuple[int, int, int]] = []
         self._passed, self._row = state.passed, state.row  # position of the next piece
         self._rows: Iterator[Any] | None = None  # the rest of the shard
         self._samples: list[Any] = []
         self._newest, self._num_newest = state, 0  # state and samples of the last piece
-        self._pieces: deque[tuple[LaneState, int]] = deque()  # for the samples: states, and counts
+        # Of the samples' pieces: the state, and the numbers of samples that were returned and made.
+        self._pieces: deque[tuple[LaneState, int, int]] = deque()
         self._num_cuts = 0
         self._is_new, self._is_over = True, False
-        # The first shard that is read whole since the last sample, and the rows held then.
+        # First shard read in full since the last sample, and number of rows held at that point.
         self._barren_from, self._num_held = state.passed + (state.length >= 0), 0
         # The rows that may be fed again: their numbers, from the oldest on, and positions.
         self._fed: deque[tuple[int, int, int]] = deque()
         self._num_fed, self._num_forgotten = 0, 0
-        self._has_units = hasattr(transform, "_units_fed")
-        self._drops = hasattr(transform, "_num_dropped")
-        self._is_fed_alone = hasattr(transform, "held")  # otherwise a piece is fed as a whole
-        self._is_numbered = hasattr(transform, "_come_to")
-        says_what_it_keeps = hasattr(transform, "held") or hasattr(transform, "state_dict")
-        self._fresh_parts = None if says_what_it_keeps else parts_of(transform)
 
     @property
     def has_ended(self) -> bool:
         """True if it has no further block."""
-        return self.left == 0
+        return self.blocks_left == 0
 
     def take(self, size: int, look: int = 0) -> list[Any]:
         """Return the samples of the next block; none if the lane has ended.
@@ -186,18 +187,18 @@ class Lane:
         self._drop_cuts()
         while (stop := self._find_stop(size)) is None and self._advance():
             self._drop_cuts()
-        samples, before = self._samples[:stop], self.state
-        self._give(len(samples))
+        samples = self._samples[:stop]
+        units = 0 if self.transform is None else self.transform.units_in(samples)
+        blocks, units_given = self.state.blocks + bool(samples), self.state.units_given + units
+        self._give(len(samples), blocks, units_given)
         most = max(1, look)
         while (left := self._count_blocks(size, most)) < look and self._advance():
             pass
-        self.left = left if self._is_over and left < most else -1
-        units = sum(map(self.transform._units_of, samples)) if self._has_units else 0
+        self.blocks_left = left if self._is_over and left < most else None
         if self.has_ended:  # including rows that were read since without a sample
-            self.state = self._newest._replace(num_given=self._num_newest)
-        self.state = self.state._replace(
-            blocks=before.blocks + bool(samples), units_given=before.units_given + units
-        )
+            self.state = self._newest._replace(
+                num_given=self._num_newest, blocks=blocks, units_given=units_given
+            )
         return samples
 
     @property
@@ -237,24 +238,31 @@ class Lane:
     def _drop_cuts(self) -> None:
         """Drop cuts at the start of a block, which cannot end before its first sample."""
         while self._num_cuts and self._samples and self._samples[0] is CUT:
-            self._give(1)
+            self._give(1, self.state.blocks, self.state.units_given)
 
-    def _give(self, count: int) -> None:
-        """Remove the first samples; set the state of the piece that made the last of them."""
+    def _give(self, count: int, blocks: int, units_given: int) -> None:
+        """Remove the first samples; set the state of the piece that made the last of them.
+
+        Args:
+            count: number of samples, with cuts.
+            blocks, units_given: counts of the lane after them.
+        """
+        if not count:
+            return
         if self._num_cuts:
             self._num_cuts -= sum(sample is CUT for sample in islice(self._samples, count))
         del self._samples[:count]
-        while count:
-            state, number = self._pieces.popleft()
-            num_taken = min(count, number)
-            count -= num_taken
-            if num_taken < number:
-                state = state._replace(num_given=state.num_given + num_taken)
-                self._pieces.appendleft((state, number - num_taken))
-                num_taken = 0
-            blocks, units_given = self.state.blocks, self.state.units_given
-            num_given = state.num_given + num_taken
-            self.state = state._replace(num_given=num_given, blocks=blocks, units_given=units_given)
+        state, num_given, size = self._pieces[0]
+        while count > size - num_given:
+            count -= size - num_given
+            self._pieces.popleft()
+            state, num_given, size = self._pieces[0]
+        num_given += count
+        if num_given == size:
+            self._pieces.popleft()
+        else:
+            self._pieces[0] = state, num_given, size
+        self.state = state._replace(num_given=num_given, blocks=blocks, units_given=units_given)
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -262,56 +270,49 @@ class Lane:
         """Read and feed the next piece, or end the transform; return whether that was possible."""
         if self._is_over:
             return False
-        is_read_again = self._is_new and self.state.length >= 0
+        # A lane that continues first reads the piece of its state, whose rows are counted already.
+        is_reread = self._is_new and self.state.length >= 0
         if self._is_new:
             self._feed_again()
-        before, self._is_new = self._newest, False
+            self._is_new = False
         passed, row, rows = self._next_piece()
-        if not is_read_again:
-            self._note_state(passed, row)
-        elif (passed, row, len(rows)) != before[:3]:
-            raise self._changed(before.passed)
-        self._newest = self._newest._replace(num_given=0, length=len(rows))
-        samples = self._feed(passed, row, rows, is_read_again)
-        self._num_newest = len(samples)
+        if is_reread and (passed, row, len(rows)) != self.state[:3]:
+            raise self._changed(self.state.passed)
+        state, transform = self._newest, self.transform
+        digest = digest_of(rows[0]) if rows else ""
+        fields: dict[str, Any] = {"length": len(rows), "num_given": 0, "digest": digest}
+        if is_reread and rows and digest != state.digest:
+            self.changes.append((self._shard(passed)[1], row, row + len(rows)))
+        if not is_reread:
+            fields |= self._position_before(passed, row)
+        counted = (0, 0) if transform is None else transform.counts
+        samples = self._feed(passed, row, rows)
+        if not is_reread:
+            fields["rows"] = state.rows + len(rows)
+            if transform is not None:
+                fed, dropped = (a - b for a, b in zip(transform.counts, counted, strict=True))
+                fields |= {"units_fed": state.units_fed + fed, "dropped": state.dropped + dropped}
+        self._newest, self._num_newest = state._replace(**fields), len(samples)
         if samples:
-            self._pieces.append((self._newest, len(samples)))
-            cuts = 0 if self.transform is None else sum(sample is CUT for sample in samples)
+            self._pieces.append((self._newest, 0, len(samples)))
+            cuts = 0 if transform is None else sum(sample is CUT for sample in samples)
             if cuts < len(samples):
                 self._barren_from, self._num_held = passed + 1, 0
             self._num_cuts += cuts
             self._samples += samples
-        if is_read_again:
-            self._give(before.num_given)
+        if is_reread:
+            if state.num_given > len(samples):
+                raise self._changed(passed)
+            self._give(state.num_given, state.blocks, state.units_given)
         return True
 
-    def _feed(self, passed: int, row: int, rows: list[Any], is_read_again: bool) -> list[Any]:
+    def _feed(self, passed: int, row: int, rows: list[Any]) -> list[Any]:
         """Return the samples of a piece, or of the lane's end."""
-        transform: Any = self.transform
-        fed = transform._units_fed if self._has_units else 0
-        dropped = transform._num_dropped if self._drops else 0
-        digest = ""
-        if rows:
-            digest = digest_of(rows[0])
-            if is_read_again and digest != self._newest.digest:
-                self.changes.append((self._shard(passed)[1], row, row + len(rows)))
-            samples = rows if self.transform is None else self._feed_rows(passed, row, rows)
-        else:
-            self._is_over = True
-            samples = [] if self.transform is None else self._end()
-        state = self._newest._replace(digest=digest)
-        if not is_read_again:  # otherwise it is already counted
-            state = state._replace(rows=state.rows + len(rows))
-            if self._has_units:
-                fed = transform._units_fed - fed
-                state = state._replace(units_fed=state.units_fed + fed)
-            if self._drops:
-                dropped = transform._num_dropped - dropped
-                state = state._replace(dropped=state.dropped + dropped)
-        self._newest = state
-        return samples
-
-    def _feed_rows(self, passed: int, row: int, rows: list[Any]) -> list[Any]:
+        self._is_over = not rows
+        if self.transform is None:
+            return rows
+        if not rows:
+            return self._end(self.transform)
         samples: list[Any] = []
         for index, value in enumerate(rows):
             self._fed.append((self._num_fed, passed, row + index))
@@ -322,8 +323,8 @@ class Lane:
     def _feed_again(self) -> None:
         """Feed the rows before the state's piece that the transform needs."""
         state = self.state
-        if state.inner:
-            self.transform.load_state_dict(json.loads(state.inner))
+        if self.transform is not None:
+            self.transform.load_state(state.inner)
         if not state.needed:
             return
         needed, size = int(state.needed, 16), self.source.piece
@@ -353,7 +354,7 @@ class Lane:
             try:
                 if self._rows is None:
                     self._rows = self.source.open(*shard, row)
-                rows = self.source.read(self._rows, *shard, row)
+                rows = self.source.read_piece(self._rows, *shard, row)
             except Exception as error:
                 error.add_note(
                     f"raised by read, shard {self.source.name(shard[1])}, rows from {row} on, "
@@ -381,8 +382,8 @@ class Lane:
         """Return True if all shards were read without a sample, and without holding more rows."""
         if self._passed - self._barren_from < num_shards:
             return False
-        get_held = getattr(self.transform, "held", None)
-        before, self._num_held = self._num_held, len(get_held()) if get_held else 0
+        held = () if self.transform is None else self.transform.held()
+        before, self._num_held = self._num_held, len(held)
         self._barren_from = self._passed
         return self._num_held <= before
 
@@ -401,48 +402,45 @@ class Lane:
 
     def _feed_row(self, value: Any, passed: int, row: int, index: int, count: int) -> list[Any]:
         """Feed one of the `count` rows of a piece; return the transform's samples."""
-        reading, shard = self._shard(passed)
-        if self._is_fed_alone:
-            self.source.seed_transform(self.transform, reading, shard, row + index)
+        transform, (pass_id, shard) = self.transform, self._shard(passed)
+        assert transform is not None
+        if transform.has_held and transform.draws:
+            self.source.seed_transform(pass_id, shard, row + index)
         try:
-            if self._is_numbered:
-                number = self._num_forgotten + len(self._fed) - 1
-                self.transform._come_to(number, self._fed[-1][0])
-            return _as_list(self.transform.feed(value), f"{type(self.transform).__name__}.feed")
+            return transform.feed(value, self._num_forgotten + len(self._fed) - 1, self._fed[-1][0])
         except Exception as error:
-            number = self.source.numbers(reading, shard, row, count)[index]
+            number = self.source.numbers(pass_id, shard, row, count)[index]
             error.add_note(
-                f"raised by {type(self.transform).__name__}.feed, shard {self.source.name(shard)}, "
-                f"row {number}, epoch {epoch_of(reading)}, lane {self.number}"
+                f"raised by {transform.name}.feed, shard {self.source.name(shard)}, row {number}, "
+                f"epoch {epoch_of(pass_id)}, lane {self.number}"
             )
             raise
 
-    def _end(self) -> list[Any]:
+    def _end(self, transform: LaneTransform) -> list[Any]:
         """End the transform; return its remaining samples."""
-        self.source.seed_transform(self.transform, self.reading, -1, self.number)
+        if transform.draws:
+            self.source.seed_transform(self.pass_id, -1, self.number)
         try:
-            return _as_list(self.transform.end(), f"{type(self.transform).__name__}.end")
+            return transform.end()
         except Exception as error:
-            error.add_note(f"raised by {type(self.transform).__name__}.end, lane {self.number}")
+            error.add_note(f"raised by {transform.name}.end, lane {self.number}")
             raise
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _note_state(self, passed: int, row: int) -> None:
-        """Keep the state before a piece is fed, or before the end."""
-        places = {"passed": passed, "row": row, "first_passed": passed, "first_row": row}
-        if self.transform is None:
-            self._newest = self._newest._replace(**places)
-            return
-        check_kept(self.transform, self._fresh_parts)
-        get_held = getattr(self.transform, "held", None)
-        numbers = sorted(n - self._num_forgotten for n in get_held()) if get_held else []
+    def _position_before(self, passed: int, row: int) -> dict[str, Any]:
+        """Return the fields of the state before a piece is fed, or before the end."""
+        position = {"passed": passed, "row": row, "first_passed": passed, "first_row": row}
+        transform = self.transform
+        if transform is None:
+            return position
+        held = sorted(transform.held())
+        numbers = [number - self._num_forgotten for number in held]
         if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
             raise ValueError(
-                f"{type(self.transform).__name__}.held() returned "
-                f"{get_held and sorted(get_held())}: must be numbers of rows that were fed and "
-                f"held since, from 0 to {self._num_forgotten + len(self._fed) - 1}. Number rows "
-                "from 0 in each new object, also after load_state_dict()."
+                f"{transform.name}.held() returned {held}: must be numbers of rows that were fed "
+                f"and held since, from 0 to {self._num_forgotten + len(self._fed) - 1}. Number "
+                "rows from 0 in each new object, also after load_state_dict()."
             )
         needless = numbers[0] if numbers else len(self._fed)
         for _ in range(needless):
@@ -450,22 +448,12 @@ class Lane:
         self._num_forgotten += needless
         first = 0
         if self._fed:
-            first, places["first_passed"], places["first_row"] = self._fed[0]
+            first, position["first_passed"], position["first_row"] = self._fed[0]
         bits = sum(1 << self._fed[number - needless][0] - first for number in numbers)
-        needed, inner = f"{bits:x}" if bits else "", inner_state_of(self.transform)
-        self._newest = self._newest._replace(**places, needed=needed, inner=inner)
+        needed = f"{bits:x}" if bits else ""
+        return {**position, "needed": needed, "inner": transform.state()}
 
 
-def epoch_of(reading: int) -> int:
-    """Return the epoch of a reading, for an error."""
-    return reading & 0xFFFFFFFF
-
-
-def _as_list(samples: Any, name: str) -> list[Any]:
-    """Return the samples of `feed` or `end`; a sample outside a list would be taken apart."""
-    if not isinstance(samples, list | Iterator):
-        raise TypeError(
-            f"{name} returned a {type(samples).__name__}; it must return a list of samples, "
-            "[sample] for one and [] for none"
-        )
-    return [*cast("Iterable[Any]", samples)]
+def epoch_of(pass_id: int) -> int:
+    """Return the epoch of a pass over the shards, for an error."""
+    return pass_id & 0xFFFFFFFF

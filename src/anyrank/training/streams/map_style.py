@@ -1,4 +1,4 @@
-"""A dataset with a length as a stream, for a transform that must see samples to make batches.
+"""Reads a map-style dataset as a stream, for transforms that form batches from the samples.
 
 Its samples come in the epoch's order, which is divided into as many shards as a step has
 microbatches.
@@ -33,22 +33,22 @@ class MapStyleStream(Stream):
         self.has_start, self.num_samples = True, self._length
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
-        """Set the settings of the loader."""
+        """Take over the loader's settings."""
         super().begin(seed, shuffle, global_batch, microbatch)
         count = max(1, min(global_batch // microbatch, self._length))
         parts = range(count)
         self.shards: Sequence[Any] = [f"part {n} of {self._length} samples" for n in parts]
 
-    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+    def open(self, pass_id: int, shard: int, row: int) -> Iterator[Any]:
         """Yield the ids of a shard's samples from one on."""
         check_length(self.dataset, self._length)
         bounds = [n * self._length // len(self.shards) for n in (shard, shard + 1)]
         order = Order(self._length, self.seed, self.shuffle)
-        return iter(order.ids(reading, bounds[0] + row, bounds[1]).tolist())
+        return iter(order.ids(pass_id, bounds[0] + row, bounds[1]).tolist())
 
-    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+    def read_piece(self, rows: Iterator[Any], pass_id: int, shard: int, row: int) -> list[Any]:
         """Return the next samples, under their random generators."""
-        reseed(derive(self.seed, reading, shard, row, "rows"))
+        reseed(derive(self.seed, pass_id, shard, row, "rows"))
         ids = list(islice(rows, self.piece))
         get_items = getattr(self.dataset, "__getitems__", None)
         if get_items is not None:

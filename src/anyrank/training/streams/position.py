@@ -3,7 +3,7 @@
 A rank reports its blocks with the agreement on their batches; the rank with a lane's last block of
 the step also reports the lane's position. So before the last microbatch of a step runs, all ranks
 know the content of the step, which lanes come to their end, and whether a step follows. Reading
-that changes nothing: a step's plan, and the plan of the step after it, are each made once.
+these values has no effect: each plan is made once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -26,11 +25,18 @@ from anyrank.training.random_state.generators import kept
 from anyrank.training.steps.agreed_batches import FIRST, Fetcher, OwnBatches
 from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
 from anyrank.training.steps.step_run import StepRun
+from anyrank.training.streams.block_plan import BlockPlan, Report, StepRead
 from anyrank.training.streams.deal import Deal, Opening
-from anyrank.training.streams.lane import LaneState
 from anyrank.training.streams.sources import Streams
 from anyrank.training.streams.verdicts import describe
-from anyrank.training.streams.workers import BlockAnswer, BlockReader, BlockRequest, BlockRequests
+from anyrank.training.streams.workers import (
+    BlockAnswer,
+    BlockReader,
+    BlockRequest,
+    BlockRequests,
+    Key,
+    block_id,
+)
 from anyrank.wording import count
 from anyrank.world.ranks import Ranks
 
@@ -38,70 +44,6 @@ log = logging.getLogger("anyrank.data")
 
 BLOCKS_NOTED = 1000  # maximum before they are summed up, which takes about 100 us
 CHANGES_NOTED = 20  # in an epoch
-# For a block: its microbatch, samples and changes, and for a lane's last one the lane's position.
-Report = tuple[int, int, tuple[tuple[int, int, int], ...], tuple[LaneState, int] | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockPlan(StepPlan):
-    """A step: the lanes whose blocks are its microbatches. Its samples are known once it is read.
-
-    Attributes:
-        deal: deal before the step.
-        lanes: lanes of the microbatches.
-        blocks: numbers of the blocks in these lanes.
-        sizes: numbers of samples of the microbatches, if they are known.
-        states: states of the lanes after the step, with the number of blocks that each has left, if
-            they are known.
-        changes: pieces that had changed when they were read again: lane, shard, start, stop.
-        follows: the deal after the step, and the plan of the next one, if any; once it is known.
-        kept: a batch of this rank for its copies.
-    """
-
-    deal: Deal
-    lanes: tuple[int, ...]
-    blocks: tuple[int, ...]
-    sizes: dict[int, int] = field(default_factory=dict[int, int])
-    states: dict[int, tuple[LaneState, int]] = field(
-        default_factory=dict[int, tuple[LaneState, int]]
-    )
-    changes: list[tuple[int, int, int, int]] = field(
-        default_factory=list[tuple[int, int, int, int]]
-    )
-    follows: list[tuple[Deal, BlockPlan | None]] = field(
-        default_factory=list[tuple[Deal, "BlockPlan | None"]]
-    )
-    kept: list[Any] = field(default_factory=list[Any])
-
-    @property
-    def is_known(self) -> bool:
-        """True if all blocks were reported."""
-        return len(self.sizes) == len(self.lanes)
-
-    @property
-    def samples(self) -> int:
-        if not self.follows:
-            raise self.is_unknown("its number of samples")
-        return sum(self.sizes.values())
-
-    def is_unknown(self, what: str) -> ValueError:
-        """Make the error for a caller that needs a value too early."""
-        return ValueError(
-            f"step {self.number}: {what} is not known before the last microbatch of a rank, "
-            "because rows are counted as they are read. Read it after the loop over "
-            "microbatches(); to weight losses, use step.backward(loss)."
-        )
-
-    @property
-    def assumed_samples(self) -> int:
-        return len(self.lanes) * self.microbatch
-
-    @property
-    def num_microbatches(self) -> int:
-        return len(self.lanes)
-
-    def size(self, k: int) -> int:
-        return self.sizes[k]
 
 
 class StreamPosition(Position):
@@ -137,7 +79,7 @@ class StreamPosition(Position):
         self._open()
 
     def _open(self) -> None:
-        """Forget what was read after the steps that count."""
+        """Discard what was read ahead of the last counted step."""
         self._run += 1
         self._next: BlockPlan | None = None
         self._requests = BlockRequests(self._run, self.num_workers)
@@ -164,18 +106,20 @@ class StreamPosition(Position):
     def begin_step(self) -> StepRun:
         """Start the next step, once it is known to have a row."""
         plan, ranks = self.next_step(), self.ranks
-        while plan.deal.is_unsure(plan.lanes) and not any(plan.sizes.values()):
+        while plan.deal.is_unsure(plan.lanes) and not any(plan.read.sizes.values()):
             assert ranks is not None
-            for num_slots in (FIRST, len(plan.lanes)):
+            for num_slots in (FIRST, plan.num_microbatches):
                 with kept():
                     slots = self.slots(plan)[:num_slots]
                     self.ahead = OwnBatches(self.fetcher(plan, True), slots)
                 self.ahead.settle(ranks)
-                if any(plan.sizes.values()):
+                if any(plan.read.sizes.values()):
                     break
             else:
                 self.ahead = None
-                plan = self._next = self._make_plan(plan.follows[0][0], plan.number, plan.changes)
+                assert plan.read.after is not None
+                changes = plan.read.changes
+                plan = self._next = self._make_plan(plan.read.after, plan.number, changes)
         return super().begin_step()
 
     def fetch_ahead(self, step: StepPlan) -> None:
@@ -185,28 +129,17 @@ class StreamPosition(Position):
 
     def following(self, step: StepPlan) -> BlockPlan | None:
         assert isinstance(step, BlockPlan)
-        if not step.follows:
-            raise step.is_unknown("whether a step follows")
-        return step.follows[0][1]
+        if step.read.after is None:
+            raise step.too_early_error("whether a step follows")
+        return step.read.next_plan
 
     def _make_plan(self, deal: Deal, number: int, changes: Iterable[Any] = ()) -> BlockPlan:
-        counts, numbers = deal.blocks, list[int]()
-        lanes = deal.lanes_of(number, counts)
-        for lane in lanes:
-            numbers.append(counts[lane])
-            counts[lane] += 1
-        size = self.schedule.microbatch
-        return BlockPlan(
-            deal.epoch,
-            number,
-            0,
-            0,
-            size,
-            deal=deal,
-            lanes=tuple(lanes),
-            blocks=tuple(numbers),
-            changes=[*changes],
-        )
+        blocks, keys = deal.blocks, list[Key]()
+        for lane in deal.lanes_of(number, blocks):
+            keys.append((*deal.lane_pass(lane), blocks[lane]))
+            blocks[lane] += 1
+        size, read = self.schedule.microbatch, StepRead(changes=[*changes])
+        return BlockPlan(deal.epoch, number, 0, 0, size, deal=deal, keys=tuple(keys), read=read)
 
     def requests(self) -> Iterator[BlockRequest]:
         return self._requests.requests()
@@ -226,17 +159,17 @@ class StreamPosition(Position):
         def fetch(slot: MicrobatchSlot) -> FetchedBatch:
             fetched = self.fetch(plan, slot)
             if slot.k == copied and not (slot.is_copy or fetched.request.is_empty):
-                plan.kept[:] = _copies_of(fetched.batch)
+                plan.read.batch_for_copies = _copy_of(fetched.batch)
             return fetched
 
         def report(batches: Sequence[FetchedBatch]) -> list[Report]:
             answers: list[BlockAnswer] = [fetched.request for fetched in batches]
             return [
-                (
+                Report(
                     answer.k,
                     answer.num_samples,
                     answer.changes,
-                    (answer.state, answer.left) if last[answer.lane] == answer.k else None,
+                    (answer.state, answer.blocks_left) if last[answer.key[0]] == answer.k else None,
                 )
                 for answer in answers
                 if answer.state is not None
@@ -251,20 +184,18 @@ class StreamPosition(Position):
         assert isinstance(plan, BlockPlan)
         if slot.is_copy:
             return FetchedBatch(BlockAnswer(), self._copy_for(plan))
-        lane = plan.lanes[slot.k]
-        reading = plan.deal.reading(plan.deal.source_of(lane))
-        fetched = self._requests.fetch(self.batches, (lane, reading, plan.blocks[slot.k]))
+        fetched = self._requests.fetch(self.batches, plan.keys[slot.k])
         answer: BlockAnswer = fetched.request
         answer.k = slot.k
-        plan.sizes[slot.k] = answer.num_samples
+        plan.read.sizes[slot.k] = answer.num_samples
         if answer.is_empty and self.is_endless:
-            raise self._no_samples(plan.deal.opening(lane), answer)
+            raise self._no_samples(plan.deal.opening(answer.key[0]), answer)
         return FetchedBatch(answer, self._copy_for(plan)) if answer.is_empty else fetched
 
     def _no_samples(self, opening: Opening, answer: BlockAnswer) -> CheckpointError:
         """Make the error for a shard of an endless stream that makes no more samples."""
         source, reader = opening.source, self.streams.sources[opening.source]
-        shard = reader.shard_at(opening.reading, opening.first_place, opening.num_shards)
+        shard = reader.shard_at(opening.pass_id, opening.first_place, opening.num_shards)
         name = self.streams.name_of(source, shard)
         if answer.state is None or not answer.state.rows:
             return CheckpointError(
@@ -280,9 +211,10 @@ class StreamPosition(Position):
 
     def fetch_again(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
         assert isinstance(plan, BlockPlan)
-        if slot.is_copy or not plan.sizes[slot.k]:
+        if slot.is_copy or not plan.size(slot.k):
             return FetchedBatch(BlockAnswer(), self._copy_for(plan))
-        return self.reader.read_once(plan.deal.opening(plan.lanes[slot.k]), plan.blocks[slot.k])
+        lane, _, block = plan.keys[slot.k]
+        return self.reader.read_once(plan.deal.opening(lane), block)
 
     def _copy_for(self, plan: BlockPlan) -> Any:
         """Return the batch of another microbatch, for one without a sample.
@@ -290,14 +222,14 @@ class StreamPosition(Position):
         Raises:
             CheckpointError: no lane has a row.
         """
-        if plan.kept:
-            return copy.deepcopy(plan.kept[0])
+        if plan.read.batch_for_copies is not None:
+            return copy.deepcopy(plan.read.batch_for_copies)
         deal, rows = plan.deal, 0
         for lane in dict.fromkeys([*plan.lanes, *range(len(deal.states))]):
             opening = deal.opening(lane)
             fetched = self.reader.read_once(opening, opening.state.blocks)
             if not fetched.request.is_empty:
-                plan.kept[:] = _copies_of(fetched.batch)
+                plan.read.batch_for_copies = _copy_of(fetched.batch)
                 return fetched.batch
             rows += fetched.request.state.rows
         raise self._no_rows(rows, count(sum(deal.sizes), "shard"))
@@ -319,36 +251,36 @@ class StreamPosition(Position):
 
     def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
         """Record the ranks' reports on their blocks; after the last of them the step is known."""
-        for k, num_samples, changes, state in reports:
-            lane = plan.lanes[k]
-            plan.sizes[k] = num_samples
-            plan.changes.extend((lane, *change) for change in changes)
-            if state is not None:
-                plan.states[lane] = state
-        if plan.follows or not plan.is_known:
+        read = plan.read
+        for report in reports:
+            lane = plan.keys[report.k][0]
+            read.sizes[report.k] = report.num_samples
+            read.changes.extend((lane, *change) for change in report.changes)
+            if report.lane_end is not None:
+                read.states[lane] = report.lane_end
+        if read.after is not None or len(read.sizes) < plan.num_microbatches:
             return
-        after = plan.deal.after(plan.states)
-        for source, read in enumerate(after.totals):
-            if after.has_ended[source] and not read.blocks:
+        after = plan.deal.after(read.states)
+        for source, total in enumerate(after.totals):
+            if after.has_ended[source] and not total.blocks:
                 name = self.streams.names[source]
                 shards = count(after.sizes[source], "shard") + (f" of {name}" if name else "")
-                raise self._no_rows(read.rows, shards)
-        following = None if after.is_over else self._make_plan(after, plan.number + 1)
-        plan.follows.append((after, following))
+                raise self._no_rows(total.rows, shards)
+        read.next_plan = None if after.is_over else self._make_plan(after, plan.number + 1)
+        read.after = after
 
     # -- counting ---------------------------------------------------------------------------------
 
     def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
         assert isinstance(step, BlockPlan)
-        ((self.deal, self._next),) = step.follows
-        pairs = zip(step.lanes, step.blocks, strict=True)
-        self._planned += [
-            lane << 32 | block for k, (lane, block) in enumerate(pairs) if step.sizes[k]
-        ]
+        read = step.read
+        assert read.after is not None  # all its microbatches have run
+        self.deal, self._next = read.after, read.next_plan
+        self._planned += [block_id(key) for k, key in enumerate(step.keys) if read.sizes[k]]
         self._seen += seen
         if len(self._planned) > BLOCKS_NOTED:
             self._sum_up()
-        for lane, shard, start, stop in step.changes:
+        for lane, shard, start, stop in read.changes:
             self._note_change(step.deal.source_of(lane), shard, start, stop)
         self.step += 1
         self.samples += step.samples
@@ -491,12 +423,12 @@ class StreamPosition(Position):
         self._open()
 
 
-def _copies_of(batch: Any) -> list[Any]:
-    """Return a copy of a batch; nothing if it cannot be copied, so that it must be read again.
+def _copy_of(batch: Any) -> Any:
+    """Return a copy of a batch; None if it cannot be copied, so that it must be read again.
 
     Generators and tensors with a graph cannot be.
     """
     try:
-        return [copy.deepcopy(batch)]
+        return copy.deepcopy(batch)
     except Exception:
-        return []
+        return None

@@ -82,7 +82,8 @@ def _layout_of_epoch(
 
 
 class Shards(OwnOrder):
-    """A dataset of the samples in shards, fast for ids in sequence. Used in the workers.
+    """A dataset of the samples in shards, optimized for consecutive ids. Runs in the
+    workers.
 
     Args:
         shards: arguments of `read`.
@@ -146,14 +147,14 @@ class Shards(OwnOrder):
         if rest is None:
             start, rest = self.nearest(shard, number)
             for _ in range(start, number):
-                self.checked(next(rest, END), shard)
-        sample = self.checked(next(rest, END), shard)
+                self.require_sample(next(rest, END), shard)
+        sample = self.require_sample(next(rest, END), shard)
         if number + 1 < self.lengths[shard]:
             self.open[shard, number + 1] = rest
             if len(self.open) > self.max_open:
                 self.open.popitem(last=False)
         elif next(rest, END) is not END:
-            raise self.wrong(shard, "more")
+            raise self.length_error(shard, "more")
         return sample
 
     def nearest(self, shard: int, number: int) -> tuple[int, Iterator[Any]]:
@@ -172,19 +173,19 @@ class Shards(OwnOrder):
             rest = self.stream.open(self.epoch, shard, first)
         while True:
             with kept():
-                piece = self.stream.read(rest, self.epoch, shard, first)
+                piece = self.stream.read_piece(rest, self.epoch, shard, first)
             yield from piece
             first += len(piece)
             if len(piece) < self.stream.piece:
                 return
 
-    def checked(self, sample: Any, shard: int) -> Any:
+    def require_sample(self, sample: Any, shard: int) -> Any:
         """Return a sample; raise an error at the end of the shard."""
         if sample is END:
-            raise self.wrong(shard, "fewer")
+            raise self.length_error(shard, "fewer")
         return sample
 
-    def wrong(self, shard: int, how: str) -> CheckpointError:
+    def length_error(self, shard: int, how: str) -> CheckpointError:
         """Make the error for a shard whose length differs."""
         return CheckpointError(
             f"shard {self.stream.shards[shard]!r} has {how} than {self.lengths[shard]} samples. "

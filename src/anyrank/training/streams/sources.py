@@ -19,7 +19,7 @@ from anyrank.training.data.fetch import OwnOrder
 from anyrank.training.data.order import Order
 from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Constants, Until
-from anyrank.training.streams.transforms import Buckets, Pack, resize
+from anyrank.training.streams.transforms import Buckets, resize
 
 LANES_NAME = "lanes-v3"
 DIGESTS = 16  # parts of a list of shards, to find where two lists differ
@@ -141,7 +141,7 @@ class Stream:
             check_int("window", window, 1)
         if not len(shards):  # of any sequence, such as an array
             raise ValueError("shards= is empty, so there is nothing to train on")
-        self.shards, self.function, self.transform = shards, read, transform
+        self.shards, self.read, self.transform = shards, read, transform
         self.window, self.piece, self.seed, self.shuffle = window, window or 1, 0, True
         self.num_rows = num_rows
         self.num_samples: int | None = None
@@ -161,7 +161,7 @@ class Stream:
         return described
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
-        """Set the settings of the loader."""
+        """Take over the loader's settings."""
         self.seed, self.shuffle, self.piece = seed, shuffle, self.window or PIECE * microbatch
         if isinstance(self.transform, Buckets):
             self.transform = resize(self.transform, microbatch)
@@ -176,9 +176,9 @@ class Stream:
             ]
         return self._digests[count]
 
-    def shard_at(self, reading: int, number: int, num_shards: int) -> int:
-        """Return the shard at a position in the order of a reading."""
-        return int(Order(num_shards, self.seed, self.shuffle).ids(reading, number, number + 1))
+    def shard_at(self, pass_id: int, number: int, num_shards: int) -> int:
+        """Return the shard at a position in the order of a pass."""
+        return int(Order(num_shards, self.seed, self.shuffle).ids(pass_id, number, number + 1))
 
     # -- the interface for lanes ------------------------------------------------------------------
 
@@ -187,17 +187,18 @@ class Stream:
         text = repr(self.shards[shard])
         return f"{text[:200]} (number {shard})"
 
-    def open(self, reading: int, shard: int, row: int) -> Iterator[Any]:
+    def open(self, pass_id: int, shard: int, row: int) -> Iterator[Any]:
         """Open the rows of a shard from one on, which starts a piece."""
-        reseed(derive(self.seed, reading, shard, "open"))
+        reseed(derive(self.seed, pass_id, shard, "open"))
         if row and self.has_start:
-            rows = iter(self.function(self.shards[shard], start=row - 1))
-            next(rows, None)  # draws on the way there happen now, and not in the piece
+            rows = iter(self.read(self.shards[shard], start=row - 1))
+            # Skip to the row now, so that draws on the way do not use the piece's generators.
+            next(rows, None)
             return rows
-        rows = iter(self.function(self.shards[shard]))
+        rows = iter(self.read(self.shards[shard]))
         # Read as before: random numbers drawn for these rows may decide which rows follow.
         for first in range(0, row, self.piece):
-            reseed(derive(self.seed, reading, shard, first, "rows"))
+            reseed(derive(self.seed, pass_id, shard, first, "rows"))
             last = deque(enumerate(islice(rows, self.piece), 1), maxlen=1)
             count = last[0][0] if last else 0
             if count < self.piece:
@@ -207,30 +208,24 @@ class Stream:
                 )
         return rows
 
-    def read(self, rows: Iterator[Any], reading: int, shard: int, row: int) -> list[Any]:
+    def read_piece(self, rows: Iterator[Any], pass_id: int, shard: int, row: int) -> list[Any]:
         """Read the next piece, under its generators and in its order; fewer rows at the end."""
-        reseed(derive(self.seed, reading, shard, row, "rows"))
+        reseed(derive(self.seed, pass_id, shard, row, "rows"))
         piece = list(islice(rows, self.piece))
         if self.window is None:
             return piece
-        return [piece[number - row] for number in self.numbers(reading, shard, row, len(piece))]
+        return [piece[number - row] for number in self.numbers(pass_id, shard, row, len(piece))]
 
-    def seed_transform(self, transform: Any, *numbers: int) -> None:
-        """Set the random generators from which a transform may draw: any but Pack, and Buckets
-        whose key is not a function.
-        """
-        is_still = type(transform) is Pack or (
-            type(transform) is Buckets and not callable(transform.key)
-        )
-        if not is_still:
-            reseed(derive(self.seed, *numbers, "transform"))
+    def seed_transform(self, *numbers: int) -> None:
+        """Set the random generators from which a transform may draw."""
+        reseed(derive(self.seed, *numbers, "transform"))
 
-    def numbers(self, reading: int, shard: int, row: int, count: int) -> Sequence[int]:
+    def numbers(self, pass_id: int, shard: int, row: int, count: int) -> Sequence[int]:
         """Return the rows of a piece, by their numbers in the shard, in the piece's order."""
         if self.window is None:
             return range(row, row + count)
         numbers = [*range(row, row + count)]
-        random.Random(derive(self.seed, reading, shard, row, "window")).shuffle(numbers)  # noqa: S311
+        random.Random(derive(self.seed, pass_id, shard, row, "window")).shuffle(numbers)  # noqa: S311
         return numbers
 
 

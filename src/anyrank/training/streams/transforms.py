@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from anyrank.checks import check_bool, check_function, check_int, check_type
-from anyrank.training.streams.lane import CUT
+from anyrank.training.streams.lane_transform import CUT, OwnTransform
 from anyrank.wording import count
 
 IGNORED = -100  # a label that torch's cross entropy ignores
@@ -30,7 +30,7 @@ class _Piece(NamedTuple):
     start: int
 
 
-class _Numbered:
+class _Numbered(OwnTransform):
     """A transform that identifies its rows by their numbers, and by those in the lane.
 
     Both numbers count up by themselves. A lane sets them, because a subclass may skip rows, and
@@ -108,7 +108,6 @@ class Pack(_Numbered):
         self._pieces: deque[_Piece] = deque()
         self._waiting = 0  # tokens
         self._num_again = self._start = 0
-        self._units_fed = 0  # tokens of all documents
 
     def feed(self, row: Any) -> list[Any]:
         """Return the rows that a document completes."""
@@ -232,10 +231,13 @@ class Pack(_Numbered):
         else:
             self._num_again = state
 
-    def _units_of(self, output: Any) -> int:
+    def _units_of(self, sample: Any) -> int:
         """Count the tokens in a row."""
-        ids: torch.Tensor = output["document_ids"]
+        ids: torch.Tensor = sample["document_ids"]
         return len(ids) if self.pad is None else int((ids >= 0).sum())
+
+    def _draws(self) -> bool:
+        return type(self) is not Pack
 
 
 class Buckets(_Numbered):
@@ -284,7 +286,7 @@ class Buckets(_Numbered):
         self.key = key
         self.patience = check_int("patience", patience, 1)
         check_bool(drop_last=drop_last)
-        self.drop_last, self._num_dropped = drop_last, 0
+        self.drop_last = drop_last
         self._microbatch = 0  # the loader sets its own
         # With both numbers of each row. A bucket is added with its first row and removed as a
         # whole, so the one that waits longest is the first.
@@ -350,6 +352,9 @@ class Buckets(_Numbered):
     def held(self) -> list[int]:
         """Return the numbers of the waiting rows, in the order in which they were fed."""
         return [number for rows in self._waiting.values() for _, number, _ in rows]
+
+    def _draws(self) -> bool:
+        return type(self) is not Buckets or callable(self.key)
 
 
 def _value_of(row: Any, key: str, argument: str) -> Any:

@@ -3,8 +3,8 @@
 A lane supplies its blocks one after the other, and the microbatch of a block does not change it. So
 a rank requests the blocks that it will need: from a lane that only it uses, far ahead; from one
 that other ranks read too, those of the step whose table is known. The number of workers, and how
-far they read ahead, do not change what is read. While a lane lasts, its microbatches only become
-more, so a block that was requested ahead is needed, or is another rank's.
+far they read ahead, do not change what is read. Until a lane ends, it only gains microbatches. So a
+block requested ahead is used by this rank or by another.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from anyrank.training.streams.lane import Lane, LaneState, epoch_of
 from anyrank.training.streams.sources import Streams, hide_worker_info
 
 AHEAD = 16  # maximum number of steps that are requested ahead; workers have their own limit
-Key = tuple[int, int, int]  # a lane, the reading in which it is dealt, a block of it
+Pass = tuple[int, int]  # a lane, and the pass over its source's shards
+Key = tuple[int, int, int]  # the same, and a block of the lane
+NO_KEY = -1, 0, 0
 
 
 class BlockRequest(NamedTuple):
-    """One block of a lane; lane -1 for none, which keeps the workers in turn.
+    """One block of a lane.
 
     Attributes:
         run: iteration of the loader: lanes of an earlier one are closed.
-        lane, reading, block: identify the block.
+        opening: opening of the lane that all ranks know; None for no block, which keeps the workers
+            in turn.
+        block: number of the block.
         look: number of blocks that the lane looks for after it.
-        opening: opening of the lane that all ranks know; None if only this reader has it open.
     """
 
     run: int
-    lane: int
-    reading: int
-    block: int
-    look: int
     opening: Opening | None
+    block: int = 0
+    look: int = 0
 
 
 @dataclass(slots=True)
@@ -54,27 +55,20 @@ class BlockAnswer:
     """A block that was read; not a tuple, which a DataLoader with pin_memory would take apart.
 
     Attributes:
-        lane, reading, block: identify the block.
+        key: the block.
         num_samples: number of its samples; 0 if the lane had already ended.
         state: state of the lane after it; None for a copy.
-        left: number of blocks that the lane has after it, if known; otherwise -1.
+        blocks_left: number of blocks that the lane has after it; None if unknown.
         changes: pieces that had changed when they were read again: shard, start, stop.
         k: its microbatch in the step.
     """
 
-    lane: int = -1
-    reading: int = 0
-    block: int = 0
+    key: Key = NO_KEY
     num_samples: int = 0
     state: LaneState | None = None
-    left: int = -1
+    blocks_left: int | None = None
     changes: tuple[tuple[int, int, int], ...] = ()
     k: int = -1
-
-    @property
-    def key(self) -> Key:
-        """The key that identifies the block."""
-        return self.lane, self.reading, self.block
 
     @property
     def is_empty(self) -> bool:
@@ -84,17 +78,23 @@ class BlockAnswer:
     @property
     def ids(self) -> list[int]:
         """A number of the block, for receipts."""
-        return [self.lane << 32 | self.block] if self.num_samples else []
+        return [block_id(self.key)] if self.num_samples else []
 
     def __reduce__(self) -> Any:
         # Plain values, because classes take four times as long in each answer of a worker.
         state = None if self.state is None else tuple(self.state)
-        return _read_answer, (self.key, self.num_samples, state, self.left, self.changes)
+        return _read_answer, (self.key, self.num_samples, state, self.blocks_left, self.changes)
 
 
 def _read_answer(key: Key, num_samples: int, state: Any, left: int, changes: Any) -> BlockAnswer:
     state = state and LaneState._make(state)
-    return BlockAnswer(*key, num_samples, state, left, changes)
+    return BlockAnswer(key, num_samples, state, left, changes)
+
+
+def block_id(key: Key) -> int:
+    """Return the number of a block in the receipt of its epoch."""
+    lane, _, block = key
+    return lane << 32 | block
 
 
 class BlockReader(Dataset[FetchedBatch]):
@@ -124,15 +124,14 @@ class BlockReader(Dataset[FetchedBatch]):
             self._run = request.run
             self._lanes.clear()
             hide_worker_info()
-            # If it raises, the lane has read rows that it can no longer return, and is closed.
-        lane = self._lanes.pop(request.lane, None)
-        if lane is not None and lane.reading != request.reading:
-            lane = None
-        lane = lane if request.opening is None else self._meet(request.opening, lane, request.block)
-        if lane is None:
+        if request.opening is None:
             return FetchedBatch(BlockAnswer(), None)
+        number = request.opening.lane
+        # Take the lane out first: if reading fails, it has consumed rows that it cannot return, so
+        # it must not be used again.
+        lane = self._lane_at(request.opening, self._lanes.pop(number, None), request.block)
         fetched = self._take(lane, request.block, request.look)
-        self._lanes[request.lane] = lane
+        self._lanes[number] = lane
         return fetched
 
     def read_once(self, opening: Opening, block: int) -> FetchedBatch:
@@ -147,28 +146,35 @@ class BlockReader(Dataset[FetchedBatch]):
             times, number = divmod(index, len(places))
             if times and not opening.repeats:
                 return None
-            shard = source.shard_at(opening.reading, places[number], opening.num_shards)
-            return opening.reading + (times << 32), shard
+            shard = source.shard_at(opening.pass_id, places[number], opening.num_shards)
+            return opening.pass_id + (times << 32), shard
 
         return Lane(
             source,
             opening.lane,
-            opening.reading,
+            opening.pass_id,
             copy.deepcopy(source.transform),
             shard_at,
             opening.state,
             num_shards=len(places) if opening.repeats else None,
         )
 
-    def _meet(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
-        """Return a lane at the position that all ranks know; reopen it if it is elsewhere."""
-        # The state of an ended lane also counts what was read after its last block.
-        if lane is None or lane.state.blocks > block or lane.has_ended:
+    def _lane_at(self, opening: Opening, lane: Lane | None, block: int) -> Lane:
+        """Return a lane at a position that all ranks know, or later; reopen it if it is elsewhere.
+
+        Args:
+            opening: the lane's opening.
+            lane: the open lane of this number, if any.
+            block: block that is read next.
+        """
+        if lane is None or lane.pass_id != opening.pass_id or lane.state.blocks > block:
             return self._open(opening)
-        self._skip(lane, opening.state.blocks)
-        if lane.state.blocks != opening.state.blocks or lane.state == opening.state:
+        state = opening.state
+        self._skip(lane, state.blocks)
+        # The state of an ended lane also counts what was read after its last block.
+        if lane.state.blocks != state.blocks or lane.state == state or lane.has_ended:
             return lane
-        other, state = self._open(opening), opening.state
+        other = self._open(opening)
         shard = other.shard_at(state.passed) or (0, 0)
         other.changes.append((shard[1], state.row, state.row + max(1, state.length)))
         return other
@@ -186,25 +192,18 @@ class BlockReader(Dataset[FetchedBatch]):
             raise RuntimeError(f"StopIteration, {error.__notes__}") from error
         batch = self._collate(samples, lane, block) if samples else None
         changes, lane.changes = tuple(lane.changes), []
-        answer = BlockAnswer(
-            lane.number,
-            lane.reading,
-            block,
-            len(samples),
-            lane.state,
-            lane.left,
-            changes,
-        )
+        key = lane.number, lane.pass_id, block
+        answer = BlockAnswer(key, len(samples), lane.state, lane.blocks_left, changes)
         return FetchedBatch(answer, batch, self.collate_fn is default_collate)
 
     def _collate(self, samples: list[Any], lane: Lane, block: int) -> Any:
         if self.collate_fn is not default_collate:  # which draws nothing
-            reseed(derive(self.seed, lane.reading, lane.number, block, "samples"))
+            reseed(derive(self.seed, lane.pass_id, lane.number, block, "samples"))
         try:
             return self.collate_fn(samples)
         except Exception as error:
             error.add_note(
-                f"raised by collate_fn, {lane.progress}, epoch {epoch_of(lane.reading)}, lane "
+                f"raised by collate_fn, {lane.progress}, epoch {epoch_of(lane.pass_id)}, lane "
                 f"{lane.number}, block {block}"
             )
             if isinstance(error, StopIteration):
@@ -224,14 +223,12 @@ class BlockRequests:
         self.run, self.num_workers = run, num_workers
         self._answers: dict[Key, FetchedBatch] = {}
         self._asked: set[Key] = set()  # their answers are still to come
-        self._stale = Counter[Key]()  # pending answers to requests that looked too short or too far
-        self._ended: dict[tuple[int, int], LaneState] = {}
+        self._stale = Counter[Key]()  # pending answers to requests with an outdated look-ahead
+        self._ended: dict[Pass, LaneState] = {}
         self._workers: dict[int, int] = {}  # workers of the requested lanes
-        self._opened: set[tuple[int, int]] = set()
         self._queues: list[deque[Key]] = []
         self._needs: Iterator[Key] = iter(())
-        self._wanted: Key = (-1, 0, 0)
-        self._synced: set[int] = set()  # shared lanes that were opened, or compared, in the step
+        self._wanted: Key | None = None
         self._own_microbatches: frozenset[int] = frozenset()
         self._shared: set[int] = set()
         self._looks: Mapping[int, int] = {}
@@ -250,13 +247,11 @@ class BlockRequests:
             self._shared = deal.shared_with(self._own_microbatches)
             before, self._looks = self._looks, deal.looks
             self._forget({lane for lane, look in self._looks.items() if look != before.get(lane)})
-            self._opened.clear()
-        self._synced.clear()
         self._queues = [deque[Key]() for _ in range(self.num_workers)]
         self._needs = self._find_needs(deal)
-        for lane, reading, block in [*self._answers] if self._shared else ():
-            if block < deal.states[lane].blocks:  # another rank's
-                del self._answers[lane, reading, block]
+        for key in [*self._answers] if self._shared else ():
+            if key[2] < deal.states[key[0]].blocks:  # another rank's
+                del self._answers[key]
 
     def _forget(self, lanes: Collection[int]) -> None:
         """Request the blocks of lanes again that now look for a different number of blocks.
@@ -268,8 +263,8 @@ class BlockRequests:
         for key in [key for key in self._asked if key[0] in lanes]:
             self._asked.discard(key)
             self._stale[key] += 1
-        for run in [run for run in self._ended if run[0] in lanes]:
-            del self._ended[run]
+        for ended in [ended for ended in self._ended if ended[0] in lanes]:
+            del self._ended[ended]
 
     def _find_needs(self, deal: Deal) -> Iterator[Key]:
         """Yield the blocks that this rank needs, in that order."""
@@ -280,45 +275,41 @@ class BlockRequests:
                 if k in self._own_microbatches and (
                     number == self._number or lane not in self._shared
                 ):
-                    yield lane, deal.reading(deal.source_of(lane)), block
+                    yield *deal.lane_pass(lane), block
 
     def requests(self) -> Iterator[BlockRequest]:
         """Yield the requests, each to the worker whose turn it is. Without end."""
         turn = 0
         while True:
             key = self._next(turn % self.num_workers) if self.num_workers else self._wanted
-            yield self._make(key)
+            if key is None or self._deal is None:
+                yield BlockRequest(self.run, None)
+            else:
+                lane, _, block = key
+                opening, look = self._deal.opening(lane), self._looks.get(lane, 0)
+                yield BlockRequest(self.run, opening, block, look)
             turn += 1
 
-    def _next(self, worker: int) -> Key:
+    def _next(self, worker: int) -> Key | None:
+        """Return the next block to request from a worker; None if no further one is needed."""
         while not self._queues[worker]:
             key = next(self._needs, None)
             if key is None:
-                return -1, 0, 0
+                return None
             if key in self._asked or key in self._answers or key[:2] in self._ended:
                 continue
-            lane = self._workers.setdefault(key[0], len(self._workers) % self.num_workers)
-            self._queues[lane].append(key)
+            chosen = self._workers.setdefault(key[0], len(self._workers) % self.num_workers)
+            self._queues[chosen].append(key)
         key = self._queues[worker].popleft()
         self._asked.add(key)
         return key
-
-    def _make(self, key: Key) -> BlockRequest:
-        lane, opening = key[0], None
-        if lane >= 0:
-            assert self._deal is not None
-            if key[:2] not in self._opened or (lane in self._shared and lane not in self._synced):
-                opening = self._deal.opening(lane)
-                self._opened.add(key[:2])
-                self._synced.add(lane)
-        return BlockRequest(self.run, *key, self._looks.get(lane, 0), opening)
 
     def fetch(self, batches: Iterator[FetchedBatch], key: Key) -> FetchedBatch:
         """Return a block of the step; raise the errors of reading it."""
         self._wanted = key
         while key not in self._answers:
             if self.num_workers and key[:2] in self._ended and key not in self._asked:
-                return FetchedBatch(BlockAnswer(*key, 0, self._ended[key[:2]], 0), None)
+                return FetchedBatch(BlockAnswer(key, 0, self._ended[key[:2]], 0), None)
             fetched = next(batches, None)
             if fetched is None:
                 raise CheckpointError(
@@ -328,9 +319,9 @@ class BlockRequests:
             answer: BlockAnswer = fetched.request
             if self._stale[answer.key]:
                 self._stale[answer.key] -= 1
-            elif answer.lane >= 0:
+            elif answer.key != NO_KEY:
                 self._asked.discard(answer.key)
                 self._answers[answer.key] = fetched
-                if answer.left == 0 and answer.state is not None:
-                    self._ended[answer.lane, answer.reading] = answer.state
+                if answer.blocks_left == 0 and answer.state is not None:
+                    self._ended[answer.key[:2]] = answer.state
         return self._answers.pop(key)
