@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import anyrank
 from anyrank.training.random_state import generators
 from anyrank.training.random_state.generators import (
+    NumpyGenerator,
     PythonGenerator,
     TorchGenerator,
     ambient,
@@ -137,6 +138,29 @@ def test_a_block_has_its_own_numbers_and_leaves_no_trace(number: int, before: in
     assert found == expected
     with seeded(number ^ 1):
         assert not set(draws()) & set(first)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_state_of_numpy_is_what_get_state_returns_also_between_two_normals(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (numpy,) = [each for each in ambient() if each.name == "numpy"]
+    if not is_known:  # a numpy whose state is in another form in memory
+        monkeypatch.setattr(type(numpy), "_memory", lambda _: None)
+    chance = random.Random(0)
+    calls = [np.random.randn, np.random.rand, lambda: np.random.normal(size=3)]
+    for _ in range(200):
+        np.random.seed(chance.randint(0, 9))
+        for _ in range(chance.randint(0, 5)):
+            chance.choice(calls)()
+        expected = NumpyGenerator().to_json(np.random.get_state(legacy=False))
+        state = numpy.get()
+        assert numpy.to_json(state) == expected
+        assert numpy.to_json(numpy.get()) == expected  # reading it has changed nothing
+        chance.choice(calls)()
+        for each in (state, numpy.from_json(expected)):
+            numpy.put(each)
+            assert NumpyGenerator().to_json(np.random.get_state(legacy=False)) == expected
 
 
 def test_streams_of_a_block_differ_from_one_another() -> None:
