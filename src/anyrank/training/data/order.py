@@ -74,10 +74,11 @@ class Order:
         """Return the sample ids at positions [start, stop) of an epoch, int64."""
         parts: list[torch.Tensor] = []
         while start < stop:
-            block = _ids_of_block(self, epoch, start // BLOCK)
-            part = block[start % BLOCK :][: stop - start]
-            parts.append(part)
-            start += len(part)
+            block, first = _ids_of_block(self, epoch, start // BLOCK), start % BLOCK
+            parts.append(block[first : first + stop - start])
+            start += len(parts[-1])
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 

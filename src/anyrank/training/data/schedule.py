@@ -5,6 +5,7 @@ Pure arithmetic on positions in the epoch's order. Only `slots_of_rank` depends 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -75,14 +76,15 @@ class StepPlan:
         start, stop = self.bounds(k)
         return stop - start
 
-    def slots(self, rank: int, size: int, takes_turns: bool = False) -> list[MicrobatchSlot]:
+    def slots(self, rank: int, size: int, takes_turns: bool = False) -> tuple[MicrobatchSlot, ...]:
         """Return the microbatches that one of `size` ranks runs."""
         return slots_of_rank(self.num_microbatches, rank, size, takes_turns)
 
 
+@functools.lru_cache(maxsize=16)  # each step needs them several times
 def slots_of_rank(
     count: int, rank: int, size: int, takes_turns: bool = False
-) -> list[MicrobatchSlot]:
+) -> tuple[MicrobatchSlot, ...]:
     """Return one rank's balanced part of `count` microbatches, and copies to fill it up.
 
     Every rank gets the same number of slots, so that collectives in forward and backward match.
@@ -97,8 +99,8 @@ def slots_of_rank(
     ks = range(rank, count, size) if takes_turns else range(*bounds)
     # A real microbatch has a valid shape, and values as finite as those of the step.
     copied = ks[-1] if ks else bounds[0]
-    slots = [MicrobatchSlot(k, False) for k in ks]
-    return slots + [MicrobatchSlot(copied, True)] * (-(-count // size) - len(slots))
+    copies = -(-count // size) - len(ks)
+    return *(MicrobatchSlot(k, False) for k in ks), *[MicrobatchSlot(copied, True)] * copies
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -114,9 +114,12 @@ class GradientSync:
         """Run the pass over the microbatches."""
         yield
 
-    @contextmanager
-    def on(self, slot: MicrobatchSlot, is_last: bool) -> Generator[None, None, None]:
+    def on(self, slot: MicrobatchSlot, is_last: bool) -> AbstractContextManager[None]:
         """Run forward and backward of a microbatch; exchange gradients only if `is_last`."""
+        return self._exchanging(is_last) if self.ddp or self.fsdp else nullcontext()
+
+    @contextmanager
+    def _exchanging(self, is_last: bool) -> Generator[None, None, None]:
         with ExitStack() as stack:
             if not is_last:
                 for module in self.ddp:

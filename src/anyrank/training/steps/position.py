@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,8 +20,13 @@ from anyrank.checks import check_choice, check_type
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
-from anyrank.training.data.fetch import MicrobatchDataset, check_length, request_for
-from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.training.data.fetch import (
+    MicrobatchDataset,
+    MicrobatchRequest,
+    check_length,
+    request_for,
+)
+from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt
 from anyrank.training.data.same_settings import compare_settings
 from anyrank.training.data.schedule import MicrobatchSlot, Schedule, StepPlan
 from anyrank.training.gradients.sync import GradientSync
@@ -183,7 +187,7 @@ class Position:
         """Release workers and ranks, because a user may keep a step after its loop."""
         self.ranks, self.batches, self.ahead = None, iter(()), None
 
-    def slots(self, plan: StepPlan) -> list[MicrobatchSlot]:
+    def slots(self, plan: StepPlan) -> tuple[MicrobatchSlot, ...]:
         """Return the microbatches of a step that this rank runs."""
         return plan.slots(*self.data_rank(), bool(self.exact and self.exact.takes_turns))
 
@@ -212,10 +216,14 @@ class Position:
         Raises:
             CheckpointError: it belongs to another slot.
         """
-        ids = self.schedule.ids(plan, slot.k)
+        start, stop = plan.bounds(slot.k)
         fetched = next(self.batches, None)
-        samples = None if fetched is None else (fetched.request.epoch, list(fetched.request.ids))
-        if fetched is None or samples != (plan.epoch, ids):
+        found = None
+        if fetched is not None:
+            request: MicrobatchRequest = fetched.request
+            found = request.epoch, request.start, len(request.ids)
+        if fetched is None or found != (plan.epoch, start, stop - start):
+            ids = self.schedule.ids(plan, slot.k)
             got = "missing" if fetched is None else f"of samples {list(fetched.request.ids)[:8]}"
             raise CheckpointError(
                 f"step {plan.number}, microbatch {slot.k}: the plan has samples {ids[:8]}, but the "
@@ -301,10 +309,7 @@ class Position:
 
     def advance(self, step: StepPlan, seen: Sequence[Any]) -> None:
         """Count a completed step, and the samples `seen` on this rank, without copies."""
-        account = self.accounts[-1]
-        planned = self.schedule.order.ids(step.epoch, step.start, step.stop)
-        account.planned += receipt_of(step.epoch, planned)
-        account.seen += receipt_of(step.epoch, torch.tensor(seen, dtype=torch.int64, device="cpu"))
+        self.accounts[-1].add(self.schedule.order.ids(step.epoch, step.start, step.stop), seen)
         self.step += 1
         self.samples += step.samples
         self.consumed = step.stop
@@ -355,7 +360,7 @@ class Position:
             setattr(self, name, saved[name])
         self.notes = [note] if note else []
         self.receipts = [EpochVerdict(*row) for row in state_dict["receipts"]]
-        self.accounts = [EpochAccount(self.epoch, earlier=receipt, planned=receipt)]
+        self.accounts = [EpochAccount(self.epoch, receipt)]
         self._leave_finished_epoch()
         self._load_exact(state_dict.get("exact"))
         self.abandon_step()

@@ -18,12 +18,12 @@ import torch
 from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import reading_record
 from anyrank.training.data.batches import FetchedBatch
-from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt, receipt_of
+from anyrank.training.data.receipts import EpochAccount, EpochVerdict, Receipt
 from anyrank.training.data.same_settings import WAYS
 from anyrank.training.data.schedule import MicrobatchSlot, StepPlan
 from anyrank.training.random_state.generators import kept
 from anyrank.training.steps.agreed_batches import FIRST, Fetcher, OwnBatches
-from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position, RankAccounts
+from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position
 from anyrank.training.steps.step_run import StepRun
 from anyrank.training.streams.block_plan import BlockPlan, Report, StepRead
 from anyrank.training.streams.deal import Deal, Opening
@@ -42,7 +42,6 @@ from anyrank.world.ranks import Ranks
 
 log = logging.getLogger("anyrank.data")
 
-BLOCKS_NOTED = 1000  # maximum before they are summed up, which takes about 100 us
 CHANGES_NOTED = 20  # in an epoch
 
 
@@ -69,7 +68,6 @@ class StreamPosition(Position):
             log.warning(note)
         self.verdicts: dict[int, EpochVerdict] = {}
         self.changed: list[str] = []
-        self._planned, self._seen = list[int](), list[int]()  # blocks that are not summed up yet
         self._run = 0
         self._deal_epoch()
 
@@ -276,27 +274,14 @@ class StreamPosition(Position):
         read = step.read
         assert read.after is not None  # all its microbatches have run
         self.deal, self._next = read.after, read.next_plan
-        self._planned += [block_id(key) for k, key in enumerate(step.keys) if read.sizes[k]]
-        self._seen += seen
-        if len(self._planned) > BLOCKS_NOTED:
-            self._sum_up()
+        planned = [block_id(key) for k, key in enumerate(step.keys) if read.sizes[k]]
+        self.accounts[-1].add(torch.tensor(planned, dtype=torch.int64, device="cpu"), seen)
         for lane, shard, start, stop in read.changes:
             self._note_change(step.deal.source_of(lane), shard, start, stop)
         self.step += 1
         self.samples += step.samples
         self.consumed += step.samples
         self._leave_finished_epoch()
-
-    def _sum_up(self) -> None:
-        """Count the noted blocks."""
-        account, epoch = self.accounts[-1], self.epoch
-        account.planned += receipt_of(epoch, torch.tensor(self._planned, device="cpu"))
-        account.seen += receipt_of(epoch, torch.tensor(self._seen, device="cpu"))
-        self._planned, self._seen = [], []
-
-    def rank_accounts(self, ranks: Ranks) -> RankAccounts:
-        self._sum_up()
-        return super().rank_accounts(ranks)
 
     def _note_change(self, source: int, shard: int, start: int, stop: int) -> None:
         """Add a change to the log, the report of a run, and the epoch's receipt."""
@@ -315,7 +300,6 @@ class StreamPosition(Position):
     def _leave_finished_epoch(self) -> None:
         if not self.deal.is_over:
             return
-        self._sum_up()
         text = describe(self.streams, self.deal, self.changed)
         self.verdicts[self.epoch] = EpochVerdict(self.epoch, self.consumed, text)
         self.changed = []
@@ -331,11 +315,9 @@ class StreamPosition(Position):
 
     def state_dict(self) -> dict[str, Any]:
         """Return about 400 bytes, and 100 for each lane, of JSON values, the same on every rank."""
-        self._sum_up()
         sources = zip(self.streams.names, self.streams.sources, self.deal.sizes, strict=True)
         return super().state_dict() | {
             "n": sum(self.deal.sizes),
-            "receipt": self.accounts[-1].planned.to_json(),
             "deal": self.deal.to_json(),
             "digests": {name: source.digests(size) for name, source, size in sources},
             "mix": self.streams.mix and {**self.streams.mix},
@@ -412,7 +394,6 @@ class StreamPosition(Position):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         saved, _, _ = self.check_state_dict(state_dict)
-        self._planned, self._seen = [], []
         self.epoch = saved["epoch"]
         self.deal = Deal.from_json(state_dict["deal"], self.constants, self.epoch)
         self.changed = [str(text) for text in state_dict["changed"]]
