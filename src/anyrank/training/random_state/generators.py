@@ -164,6 +164,11 @@ class _GlobalNumpy(NumpyGenerator):
         return [_as_text(state[: 4 * MT_WORDS]), _position_in(state), 0, 0.0]
 
 
+@functools.lru_cache(maxsize=1)  # each microbatch needs it
+def _global_numpy(module: Any) -> _GlobalNumpy:
+    return _GlobalNumpy(module.random)
+
+
 def _position_in(memory: bytes) -> int:
     return int.from_bytes(memory[4 * MT_WORDS :], sys.byteorder)
 
@@ -245,7 +250,7 @@ def ambient(devices: Sequence[torch.device] = ()) -> list[ProcessGenerator]:
     generators: list[ProcessGenerator] = [_PYTHON]
     # `random` is an attribute of numpy once its import is complete.
     if hasattr(sys.modules.get("numpy"), "random"):
-        generators.append(_GlobalNumpy())
+        generators.append(_global_numpy(sys.modules["numpy"]))
     generators.append(_TORCH)
     return generators + [_DeviceGenerator(device) for device in devices]
 

@@ -174,7 +174,9 @@ def _one_by_one(
     """Yield the slots and batches of a step on one rank."""
     yield from zip(first.slots, first.take(ranks), strict=True)
     for slot in slots[len(first.slots) :]:
-        yield slot, OwnBatches(fetcher, [slot]).take(ranks)[0]
+        batch = fetcher.fetch(slot)
+        fetcher.learn(fetcher.report([batch]))
+        yield slot, batch
 
 
 def _with_samples(entries: Iterator[Entry]) -> Iterator[tuple[MicrobatchSlot, FetchedBatch, bool]]:
