@@ -382,8 +382,8 @@ class Lane:
         """Return True if all shards were read without a sample, and without holding more rows."""
         if self._passed - self._barren_from < num_shards:
             return False
-        held = () if self.transform is None else self.transform.held()
-        before, self._num_held = self._num_held, len(held)
+        held_rows = () if self.transform is None else self.transform.held_rows()
+        before, self._num_held = self._num_held, len(held_rows)
         self._barren_from = self._passed
         return self._num_held <= before
 
@@ -434,12 +434,12 @@ class Lane:
         transform = self.transform
         if transform is None:
             return position
-        held = sorted(transform.held())
-        numbers = [number - self._num_forgotten for number in held]
+        held_rows = sorted(transform.held_rows())
+        numbers = [number - self._num_forgotten for number in held_rows]
         if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
             raise ValueError(
-                f"{transform.name}.held() returned {held}: must be numbers of rows that were fed "
-                f"and held since, from 0 to {self._num_forgotten + len(self._fed) - 1}. Number "
+                f"{transform.name}.held() returned {held_rows}: must be numbers of rows that were "
+                f"fed and held since, from 0 to {self._num_forgotten + len(self._fed) - 1}. Number "
                 "rows from 0 in each new object, also after load_state_dict()."
             )
         needless = numbers[0] if numbers else len(self._fed)

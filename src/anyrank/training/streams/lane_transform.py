@@ -62,8 +62,10 @@ class LaneTransform:
     def __init__(self, transform: Any) -> None:
         self._transform = transform
         self.name = type(transform).__name__
-        self._own: Any = transform if isinstance(transform, OwnTransform) else OwnTransform()
-        self.draws: bool = self._own._draws()
+        self._own_transform: Any = (
+            transform if isinstance(transform, OwnTransform) else OwnTransform()
+        )
+        self.draws: bool = self._own_transform._draws()
         self.has_held = hasattr(transform, "held")
         self._has_state = hasattr(transform, "state_dict")
         # None: it says itself what it keeps.
@@ -72,11 +74,11 @@ class LaneTransform:
     @property
     def counts(self) -> tuple[int, int]:
         """Numbers of units that were fed, and of rows that were dropped."""
-        return self._own._units_fed, self._own._num_dropped
+        return self._own_transform._units_fed, self._own_transform._num_dropped
 
     def units_in(self, samples: Sequence[Any]) -> int:
         """Count the units in some samples."""
-        return sum(map(self._own._units_of, samples))
+        return sum(map(self._own_transform._units_of, samples))
 
     def feed(self, row: Any, number: int, row_number: int) -> list[Any]:
         """Return the samples that a row completes.
@@ -85,14 +87,14 @@ class LaneTransform:
             row: the row.
             number, row_number: its numbers among the rows that are fed, and in the lane.
         """
-        self._own._come_to(number, row_number)
+        self._own_transform._come_to(number, row_number)
         return self._as_list(self._transform.feed(row), "feed")
 
     def end(self) -> list[Any]:
         """Return the remaining samples."""
         return self._as_list(self._transform.end(), "end")
 
-    def held(self) -> Sequence[int]:
+    def held_rows(self) -> Sequence[int]:
         """Return the numbers of the fed rows that it still needs."""
         return self._transform.held() if self.has_held else ()
 
