@@ -203,6 +203,23 @@ def test_ambient_streams_go_on_as_if_there_were_no_loader(way: str, num_workers:
     assert states() == before
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ambient_streams_go_on_over_shards_that_end(num_workers: int) -> None:
+    """A microbatch without a row is a copy, which this process reads, for a step ahead too."""
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    before = states()
+    loader = anyrank.ElasticLoader.from_shards(
+        [5, 9, 0, 20], range, global_batch=12, microbatch=2, num_workers=num_workers
+    )
+    for step in loader:
+        assert states() == before
+        for _ in step.microbatches(NET):
+            draws()
+        assert states() == before
+
+
 # -- commits --------------------------------------------------------------------------------------
 
 

@@ -225,7 +225,8 @@ class StreamPosition(Position):
         deal, rows = plan.deal, 0
         for lane in dict.fromkeys([*plan.lanes, *range(len(deal.states))]):
             opening = deal.opening(lane)
-            fetched = self.reader.read_once(opening, opening.state.blocks)
+            with kept():  # also for a step that is fetched ahead, while the loop is outside a pass
+                fetched = self.reader.read_once(opening, opening.state.blocks)
             if not fetched.request.is_empty:
                 plan.read.batch_for_copies = _copy_of(fetched.batch)
                 return fetched.batch
