@@ -71,7 +71,6 @@ DOORS = {
     ("training.steps.loader", "training.streams"): "streams, which map-style datasets skip",
     ("training.steps.loader", "training.exact"): "exact=True",
     ("runs.resume.listeners", "runs.peers"): "peers=: snapshots in memory",
-    ("runs.resume.restore", "runs.resume.settings"): "the script is not the saved one",
     ("runs.resume.resume", "runs.adopt"): "other tools' checkpoints, and their readers",
     ("watching.launched", "watching.hang"): "`check` of a script watches nothing",
     ("testing.server", "testing"): "the server forks ranks, and is none itself",

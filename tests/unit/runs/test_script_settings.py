@@ -370,18 +370,21 @@ def test_another_setting_or_rate_is_as_the_scripts_schedules_give_it_at_the_coun
 
 
 @pytest.mark.parametrize("makes", [{"plateau": PLATEAU}, {}])
-def test_a_new_rate_alone_is_that_of_its_group(makes: dict[str, Schedule], tmp_path: Path) -> None:
+def test_a_new_rate_without_a_schedule_is_used_by_its_group_and_the_others_start_at_theirs(
+    makes: dict[str, Schedule], tmp_path: Path
+) -> None:
     drive(tmp_path / "run", 5, makes, by_hand=cut)
-    drive(tmp_path / "again", 5, makes, by_hand=cut)
-    _, whole = drive(tmp_path / "again", 6, makes, by_hand=cut)
     report, rates = drive(tmp_path / "run", 6, makes, lrs=(0.1, 0.06), settings="script")
-    assert rates[0] == [whole[0][0], 0.06]  # the other group's has its cuts
-    assert any(
-        "lr of group 1: 0.06 in this script, 0.02 in the saved run" in n for n in notes_of(report)
-    )
+    assert rates[0] == [0.1, 0.06]
+    notes = notes_of(report)
+    assert any("lr of group 1: 0.06 in this script, 0.02 in the saved run" in n for n in notes)
+    (note,) = [note for note in notes if "at the run's step; it was " in note]
+    assert note.startswith("optimizer lr: 0.1, 0.06, from this script's settings")
 
 
-def test_another_option_leaves_the_rates_as_they_are(tmp_path: Path) -> None:
+def test_with_another_option_the_rates_too_are_the_scripts_which_a_warning_tells(
+    tmp_path: Path,
+) -> None:
     def run(until: int, momentum: float, settings: Any = "saved") -> Any:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
@@ -400,11 +403,16 @@ def test_another_option_leaves_the_rates_as_they_are(tmp_path: Path) -> None:
         return report, group["lr"], group["momentum"], optimizer.param_groups[0]["lr"]
 
     _, _, _, last = run(5, 0.9)
-    report, rate, momentum, _ = run(5, 0.8, "script")
-    assert (rate, momentum) == (last, 0.8)
+    report, rate, momentum, _ = run(6, 0.8, "script")
+    assert (rate, momentum) == (pytest.approx(0.1 * 0.9**5), 0.8)
+    assert report.components["optimizer"] == "derived"
     assert notes_of(report) == [
-        "optimizer momentum: 0.8 in this script, 0.9 in the saved run; this script's value is used"
+        f"optimizer lr: {rate:g}, from this script's settings at the run's step; it was {last:g} "
+        "in the saved run",
+        "optimizer momentum: 0.8 in this script, 0.9 in the saved run; this script's value is used",
     ]
+    report, _, _, _ = run(7, 0.8, "script")  # the script has not changed since
+    assert (report.components["optimizer"], notes_of(report)) == ("exact", [])
 
 
 NEW: dict[str, Schedule] = {**MANY, "plateau": PLATEAU, "again": RECURSIVE["cosine"](1)}
@@ -439,7 +447,9 @@ def test_a_new_schedule_beside_a_restored_one_is_an_error_but_for_a_plateau(
     drive(tmp_path / "run", 5, {"scheduler": cosine})
     makes = {"scheduler": cosine, "second": warm}
     for settings in ("saved", "script"):
-        with pytest.raises(anyrank.CheckpointError, match=r"second: is new beside scheduler.*skip"):
+        with pytest.raises(
+            anyrank.CheckpointError, match=r"second: is new, but scheduler is .*skip"
+        ):
             drive(tmp_path / "run", 6, makes, skip=["second"], settings=settings)
     makes = {"scheduler": cosine, "plateau": PLATEAU}
     report, rates = drive(tmp_path / "run", 6, makes, skip=["plateau"])
@@ -452,25 +462,64 @@ def test_without_a_schedule_in_the_script_the_saved_rate_stays(tmp_path: Path) -
     assert rates == [pytest.approx([0.9 * rate for rate in before[-1]])]
 
 
-@pytest.mark.parametrize(("second", "settings"), [({}, "saved"), ({"plateau": PLATEAU}, "script")])
+@pytest.mark.parametrize("settings", ["saved", "script"])
 @pytest.mark.parametrize("name", MANY)
 def test_an_optimizer_that_is_not_restored_has_the_rates_of_its_restored_schedules(
-    name: str,
-    second: dict[str, Schedule],
-    settings: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    name: str, settings: Any, tmp_path: Path
 ) -> None:
-    makes = {"scheduler": MANY[name], **second}
+    makes = {"scheduler": MANY[name]}
     _, whole = drive(tmp_path / "whole", 8, makes)
     drive(tmp_path / "run", 5, makes)
-    caplog.clear()
     options: dict[str, Any] = {"skip": ["optimizer"], "settings": settings}
     report, rates = drive(tmp_path / "run", 7, makes, **options)
-    assert rates == whole[5:7]
+    assert rates == [pytest.approx(row, rel=1e-12) for row in whole[5:7]]
     assert notes_of(report) == []
     _, rates = drive(tmp_path / "run", 8, makes, settings=settings)
-    assert rates == whole[7:]
+    assert rates == [pytest.approx(row, rel=1e-12) for row in whole[7:]]
+
+
+@pytest.mark.parametrize("settings", ["saved", "script"])
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_an_optimizer_that_is_not_restored_and_its_schedules_have_the_scripts_settings(
+    name: str, settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {"scheduler": RECURSIVE[name](0), "plateau": PLATEAU}
+    after = {"scheduler": RECURSIVE[name](1), "plateau": PLATEAU}
+    _, alone = drive(tmp_path / "alone", 8, {"scheduler": after["scheduler"]}, lrs=(0.05, 0.02))
+    _, cut_rates = drive(tmp_path / "run", 6, before)
+    drive(tmp_path / "run2", 5, before)
+    options: dict[str, Any] = {"skip": ["optimizer"], "settings": settings}
+    report, rates = drive(tmp_path / "run2", 6, after, lrs=(0.05, 0.02), **options)
+    assert rates == [pytest.approx(alone[5], rel=1e-9)]
+    (note,) = [note for note in notes_of(report) if "at the run's step; it was " in note]
+    assert note.endswith(f"it was {cut_rates[5][0]:g}, {cut_rates[5][1]:g} in the saved run")
+    assert any("this script's value is used" in note for note in notes_of(report))
+    assert not any("the saved value is used" in note for note in notes_of(report))
+    assert note in caplog.messages
+    report, _ = drive(tmp_path / "run2", 7, after, lrs=(0.05, 0.02))  # they are the run's now
+    assert notes_of(report) == []
+
+
+def test_the_rates_of_an_optimizer_outside_the_state_are_those_of_its_schedule(
+    tmp_path: Path,
+) -> None:
+    def run(until: int) -> list[float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = schedules.ExponentialLR(optimizer, 0.5)
+        state = anyrank.TrainState(model, scheduler=schedule)
+        rates: list[float] = []
+        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+            ckpts.resume()
+            while state.step < until:
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                schedule.step()
+                ckpts.step_done()
+        return rates
+
+    run(3)
+    assert run(5) == [0.1 * 0.5**3, 0.1 * 0.5**4]
 
 
 def test_a_plateau_takes_its_settings_and_keeps_its_counts(tmp_path: Path) -> None:
@@ -670,33 +719,34 @@ def test_a_new_group_is_where_its_schedule_is_or_is_named(
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("name", ["cosine", "function", "cycle", "plateau"])
-def test_a_schedule_goes_on_with_another_optimizer_of_as_many_groups(
+def test_a_schedule_continues_with_another_optimizer_of_another_number_of_groups(
     name: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    def run(size: int, until: int, **options: Any) -> list[float]:
+    def run(folder: str, size: int, until: int, **options: Any) -> list[list[float]]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         params = [*model.parameters()]
         rows = [{"params": params}] if size == 1 else [{"params": [*m.parameters()]} for m in model]
         optimizer = torch.optim.SGD(rows, lr=0.1)
         schedule = PLATEAU(optimizer) if name == "plateau" else MANY[name](optimizer)
         state = anyrank.TrainState(model, optimizer, scheduler=schedule)
-        with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        rates: list[list[float]] = []
+        with anyrank.Checkpoints(tmp_path / folder, state) as ckpts:
             ckpts.resume(**options)
-            begins = [group["lr"] for group in optimizer.param_groups]
             while state.step < until:
+                rates.append([group["lr"] for group in optimizer.param_groups])
                 optimizer.step()
                 schedule.step(*([1.0] if name == "plateau" else []))
                 ckpts.step_done()
-        return begins
+        return rates
 
     before, now = sizes
-    fresh = run(before, 0)
-    run(before, 3)
-    with pytest.raises(
-        anyrank.CheckpointError, match=rf"has {before} groups? and this one has {now}"
-    ):
-        run(now, 4, skip=["optimizer"])
-    assert {*run(now, 4, skip=["optimizer", "scheduler"])} == {*fresh}
+    whole = run("whole", now, 5)
+    run("run", before, 3)
+    rates = run("run", now, 5, skip=["optimizer"])
+    if name == "plateau":  # it keeps its count of steps without progress, and cuts at once
+        assert rates == [[0.1] * now, [0.05] * now]
+    else:
+        assert rates == [pytest.approx(row, rel=1e-12) for row in whole[3:]]
 
 
 @pytest.mark.parametrize("name", [None, "cosine", "function", "chain"])

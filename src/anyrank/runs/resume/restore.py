@@ -6,7 +6,7 @@ import logging
 import operator
 import time
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +22,8 @@ from anyrank.models.share import buffer_for, default_device
 from anyrank.models.tensors import find_tensors
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.search import unreadable_error
+from anyrank.runs.resume.settings.applying import apply_settings
+from anyrank.runs.resume.settings.comparison import SettingsDiff, compare, find_problems, notes_on
 from anyrank.runs.resume.source import ResumeSource, misfit_text
 from anyrank.runs.saving.collect import rank_coords
 from anyrank.runs.state.part_types import PartMatch
@@ -33,9 +35,6 @@ from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.device import read_threads
 from anyrank.world.ranks import Ranks
-
-if TYPE_CHECKING:
-    from anyrank.runs.resume.settings.comparison import Comparison
 
 log = logging.getLogger("anyrank.resume")
 
@@ -67,7 +66,9 @@ class _Restorer:
         self.state, self.inner = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
         self.matched: dict[str, PartMatch] = {}
-        self.comparison: Comparison | None = None  # if the script has different settings
+        self.filled: dict[str, PartMatch] = {}  # the matches of parts that the source has
+        self.settings_diff: SettingsDiff | None = None
+        self.rate_notes: list[str] = []
         self.located: list[tuple[Listing, list[TensorFill]]] = []
         self.has_meta_buffers = False
         self.outcomes: dict[str, GeneratorOutcome] = {}
@@ -108,15 +109,12 @@ class _Restorer:
 
     def _compare_settings(self) -> list[str]:
         """Compare the script's settings with those of the saved run; return problems."""
-        script, used = self.inner.settings, self.arguments.settings
+        script = self.inner.settings
         # A part that the source lacks starts as the script made it, like one in skip=.
-        filled = {k: part for k, part in self.matched.items() if part.outcome != "fresh"}
-        if used == "saved" and script.are_those_of(self.source.settings, filled):
-            return []
-        from anyrank.runs.resume.settings.comparison import Comparison
-
-        self.comparison = Comparison(script, self.source.settings, filled, used)
-        return self.comparison.problems()
+        self.filled = {k: part for k, part in self.matched.items() if part.outcome != "fresh"}
+        used = self.arguments.settings
+        self.settings_diff = compare(script, self.source.settings, self.filled, used)
+        return find_problems(script, self.settings_diff)
 
     def _unknown_names(self) -> list[str]:
         """Return the problem of names in skip= that are not parts, if there are any.
@@ -195,8 +193,8 @@ class _Restorer:
         for part in self.matched.values():
             part.commit()
         self._continue_counts()
-        if self.comparison is not None:
-            self.comparison.settle()
+        assert self.settings_diff is not None  # match has made it
+        self.rate_notes = apply_settings(self.inner.settings, self.settings_diff, self.filled)
 
     def _continue_counts(self) -> None:
         """Let loaders that are skipped continue to count from the run's steps and samples."""
@@ -270,8 +268,9 @@ class _Restorer:
     def _warnings(self) -> list[str]:
         """Collect the notes that users must know."""
         warnings = [text for part in self.matched.values() for text in part.warnings]
-        of_settings = [] if self.comparison is None else self.comparison.warnings()
-        return [*self.source.warnings(), *warnings, *of_settings]
+        assert self.settings_diff is not None
+        of_settings = notes_on(self.settings_diff)
+        return [*self.source.warnings(), *warnings, *self.rate_notes, *of_settings]
 
     def _generator_outcome(self) -> Outcome:
         """Return one outcome for all random generators."""

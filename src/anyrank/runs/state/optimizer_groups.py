@@ -96,7 +96,7 @@ def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
 
 def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
     """Arrange a scheduler's state for its optimizer's current groups: each continues with the
-    values of its saved group, and a new one keeps its current values.
+    values of its saved group, and one without saved values keeps its current ones.
     """
     if not isinstance(tree, dict) or not isinstance(current, dict):
         return tree
@@ -112,7 +112,9 @@ def in_groups(tree: Any, current: Any, groups: Sequence[int | None]) -> Any:
             result[key] = [in_groups(row, own_row, groups) for row, own_row in pairs]
         elif key in BY_GROUP and len(own_rows) == len(groups):
             pairs = zip(groups, own_rows, strict=True)
-            result[key] = [own_row if n is None else rows[n] for n, own_row in pairs]
+            result[key] = [
+                rows[n] if n is not None and n < len(rows) else own_row for n, own_row in pairs
+            ]
     return result
 
 

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.runs.state.accelerate_wrappers import innermost
-from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.plain_values import ABSENT, as_json, plain
 
 Settings = Literal["saved", "script"]
@@ -26,13 +25,18 @@ Settings = Literal["saved", "script"]
 NOT_SETTINGS = ("params", "param_names", *IMPLEMENTATION)
 
 
+Options = dict[str, Any]  # of an optimizer's group, without its parameters
+
+
 class ScriptSettings:
     """The settings of a state's parts as the script made them.
 
     Attributes:
         initial: part -> its settings when the state was made.
-        kept: the same as JSON, for the next saves: for a setting that the script has changed and
-            that is not used, the value of the saved run's script.
+        initial_options: id of an optimizer -> the options of its groups then, also for schedulers
+            whose optimizer is not a part.
+        in_use: part -> the settings that are used, as JSON, for the next saves: for a setting that
+            the script has changed but a resume has restored, that of the saved run's script.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -43,35 +47,25 @@ class ScriptSettings:
             # A loader compares its own settings when its state is loaded.
             if name != "data" and (initial := _initial(part)) is not None
         }
-        self.kept = {name: as_json(initial) for name, initial in self.initial.items()}
-
-    def are_those_of(self, saved: Mapping[str, Any], matched: Mapping[str, PartMatch]) -> bool:
-        """Return True if the saved run's script had the same settings, as far as they are known,
-        with groups in their order. `saved` is its `record`, `matched` the parts that it fills: all
-        current ones, because an optimizer and its schedulers depend on each other.
-        """
-        if self.initial.keys() - matched.keys():
-            return False
-        for name in matched.keys() & saved.keys() & self.initial.keys():
-            settings = as_json(self.initial[name])
-            # `kept` is of an earlier script if this process has already resumed another step.
-            if not saved[name] == self.kept[name] == settings:
-                return False
-            groups = matched[name].groups
-            if groups is not None and [*groups] != [*range(len(settings))]:
-                return False
-        return True
+        optimizers = [
+            innermost(part) if isinstance(part, Optimizer) else optimizer_of(part)
+            for part in parts.values()
+        ]
+        self.initial_options = {
+            id(optimizer): _options_of(optimizer) for optimizer in optimizers if optimizer
+        }
+        self.in_use = {name: as_json(initial) for name, initial in self.initial.items()}
 
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that a save keeps: those that the parts' `records` restore."""
-        kept: dict[str, Any] = {}
-        for name, initial in self.kept.items():
+        settings: dict[str, Any] = {}
+        for name, used in self.in_use.items():
             tree = records.get(name, {}).get("tree")
             is_whole = is_schedule(self.parts[name]) or isinstance(self.parts[name], Optimizer)
             restored = cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
             # An empty dict means that the part restores no setting, so none must be changed.
-            kept[name] = initial if is_whole else {k: initial[k] for k in initial if k in restored}
-        return kept
+            settings[name] = used if is_whole else {k: used[k] for k in used if k in restored}
+        return settings
 
 
 def _initial(part: Any) -> Any:
@@ -79,10 +73,7 @@ def _initial(part: Any) -> Any:
     if it has none. Calls no method of a class that is not known to be cheap.
     """
     if isinstance(part, Optimizer):
-        return [
-            {k: _detached(v) for k, v in group.items() if k not in NOT_SETTINGS}
-            for group in part.param_groups
-        ]
+        return _options_of(part)
     if isinstance(part, torch.nn.Module):
         return None
     if is_schedule(part):
@@ -109,8 +100,16 @@ def optimizer_of(part: Any) -> Any:
     return innermost(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _options_of(optimizer: Optimizer) -> list[Options]:
+    """Return a copy of the options of an optimizer's groups, without their parameters."""
+    return [
+        {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for key, value in group.items()
+            if key not in NOT_SETTINGS
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _has_signature(kind: type) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from anyrank.runs.state.optimizer_groups import BY_GROUP
+from anyrank.runs.state.plain_values import as_json
 
 # Entries that a scheduler derives from its other settings and from its optimizer's, or counts.
 DERIVED = {
@@ -15,6 +16,8 @@ DERIVED = {
     *("_last_lr", "_step_count"),
 }
 RATES = ("max_lr", "initial_lr", "lr", "min_lr")  # one of them may be derived from another
+MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")  # changed by cyclic schedulers
+SHOWN_GROUPS = 8
 SHOWN = 60  # maximum number of characters of a value
 
 
@@ -49,7 +52,7 @@ def group_differences(now: Any, before: Any) -> list[tuple[str, str, str]]:
     """List the differences of one group; a rate that follows from another one is listed once."""
     rows: list[tuple[str, str, str]] = []
     ratios: list[float] = []
-    changed = changed_keys(now, before)
+    changed = _changed_keys(now, before)
     skipped = {"lr"} if "initial_lr" in now else set[str]()  # then it is the schedule's
     skipped |= {"momentum", "betas"} if "max_momentum" in now else set[str]()
     for key in (*RATES, *sorted(changed - {*RATES})):
@@ -65,7 +68,7 @@ def group_differences(now: Any, before: Any) -> list[tuple[str, str, str]]:
     return rows
 
 
-def changed_keys(now: Any, before: Any) -> set[str]:
+def _changed_keys(now: Any, before: Any) -> set[str]:
     """Return the keys that both scripts have with different settings."""
     if not isinstance(now, dict) or not isinstance(before, dict):
         return set()
@@ -84,12 +87,17 @@ def _is_same(key: str, value: Any, saved: Any) -> bool:
     return value == saved
 
 
-def raw_changes(now: Any, before: Any) -> set[str]:
-    """Return the keys of a part's settings to change: those that differ, or all if none is
-    known."""
-    if not isinstance(before, dict):
-        return set(now) - DERIVED
-    return changed_keys(now, before) - DERIVED
+def changed_settings(initial: Mapping[str, Any], saved: Any) -> set[str]:
+    """Return the keys of a part's settings that differ; all of them if the saved are unknown."""
+    now = as_json(initial)
+    return (_changed_keys(now, saved) if isinstance(saved, dict) else {*now}) - DERIVED
+
+
+def rates_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a group's options that schedulers set."""
+    is_cycle = not {"base_momentum", "max_momentum"}.isdisjoint(options)
+    keys = (*RATES, *MOMENTA) if is_cycle else RATES
+    return {key: options[key] for key in keys if key in options}
 
 
 def _text(value: Any) -> str:
@@ -97,3 +105,10 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and float(f"{value:g}") == value:
         text = f"{value:g}"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def rates_as_text(rates: Sequence[float]) -> str:
+    """Return the learning rates of groups as text; only one if they are all the same."""
+    texts = [f"{rate:g}" for rate in rates]
+    shown = texts[:1] if len({*texts}) == 1 else texts[:SHOWN_GROUPS]
+    return ", ".join(shown) + (", ..." if len(texts) > SHOWN_GROUPS == len(shown) else "")
