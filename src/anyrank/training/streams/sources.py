@@ -21,7 +21,7 @@ from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Constants, Until
 from anyrank.training.streams.transforms import Buckets, resize
 
-LANES_NAME = "lanes-v3"
+LANES_NAME = "lanes-v4"
 DIGESTS = 16  # parts of a list of shards, to find where two lists differ
 LONGEST = 100  # characters of a transform's setting to show
 PIECE = 2  # microbatches of rows that are read at a time: seeding costs 10 us each time
