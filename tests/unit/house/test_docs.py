@@ -684,7 +684,7 @@ def test_a_lost_room_is_found() -> None:
 
 # os._exit is public; the others are parts of names of dtypes, keys and files
 NOT_PRIVATE = {"_exit", "_x2", "_rank_", "_world_size_", "_random"}
-NOT_PRIVATE |= {"_replace"}  # of named tuples, whose documentation has it
+NOT_PRIVATE |= {"_make", "_replace"}  # of named tuples, whose documentation has them
 NOT_PRIVATE |= {
     "_scale",
     "_scale_inv",
