@@ -175,4 +175,4 @@ def test_few_shards_are_opened_at_their_rows(caplog: pytest.LogCaptureFixture) -
     assert len(rows) < 1.2 * 400
     assert not caplog.records
     anyrank.ElasticLoader.from_shards([0], lambda _: iter(range(400)), **options)
-    assert "1 shards with rows for 16 lanes" in caplog.text
+    assert "1 shard with rows for 16 lanes" in caplog.text

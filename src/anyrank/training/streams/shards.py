@@ -25,6 +25,7 @@ from anyrank.training.data.fetch import MicrobatchDataset, MicrobatchRequest, Ow
 from anyrank.training.data.order import Order
 from anyrank.training.random_state.generators import kept
 from anyrank.training.streams.sources import Stream, hide_worker_info
+from anyrank.wording import count
 
 log = logging.getLogger("anyrank.data")
 
@@ -126,11 +127,11 @@ class Shards(OwnOrder):
         num_shards = sum(length > 0 for length in self.lengths)
         if num_shards < self.max_open and not self.stream.has_start:
             log.warning(
-                "%d shards with rows for %d lanes, the microbatches of a step: several lanes read "
+                "%s with rows for %s, the microbatches of a step: several lanes read "
                 "the same shard, each from the start. Accept a start= argument in read(), pass "
                 "more, smaller shards, or omit lengths=, which reads each shard once.",
-                num_shards,
-                self.max_open,
+                count(num_shards, "shard"),
+                count(self.max_open, "lane"),
             )
         return _ShardReader(self, seed, collate_fn)
 
