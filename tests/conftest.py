@@ -75,6 +75,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("crowded") is None)
     device = device_type(config)
     tier = config.stash.get(TIER, None)
     unwanted = {

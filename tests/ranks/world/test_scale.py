@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.crowded
+
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "scale_ranks.py"
 NAMESPACE = [
     "unshare",
