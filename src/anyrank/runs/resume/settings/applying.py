@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from anyrank.errors import CheckpointError
 from anyrank.runs.resume.settings.comparison import SettingsDiff
@@ -15,6 +16,7 @@ from anyrank.runs.resume.settings.scheduled import (
     step_to_counts,
 )
 from anyrank.runs.state.part_types import PartMatch
+from anyrank.runs.state.plain_values import as_json
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.runs.state.script_settings import ScriptSettings, is_schedule
 
@@ -43,8 +45,13 @@ def apply_settings(
     for scheduled in diff.scheduled:
         before = scheduled.last_rates
         if scheduled in diff.replaced:
+            restored = _states_of(scheduled)
             step_to_counts(script, scheduled)
-            changed |= {scheduled.part, *scheduled.counting} & diff.different
+            now = _states_of(scheduled)
+            # Settings of another tool's run are unknown; a state that is equal shows that they are
+            # the script's.
+            unchanged = {part for part in now if now[part] == restored[part]}
+            changed |= {scheduled.part, *now} & diff.different - unchanged
             if not scheduled.is_restored:
                 fit_plateaus(script, scheduled)
         if scheduled.restarts_rates:
@@ -58,6 +65,10 @@ def apply_settings(
         filled[part].outcome = Outcome("derived", "; ".join(filter(None, reasons)))
     script.in_use = diff.in_use
     return notes
+
+
+def _states_of(scheduled: ScheduledOptimizer) -> dict[str, Any]:
+    return {part: as_json(thing.state_dict()) for part, thing in scheduled.counting.items()}
 
 
 def _set_values(script: ScriptSettings, diff: SettingsDiff, part: str) -> bool:
