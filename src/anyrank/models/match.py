@@ -88,15 +88,16 @@ def _check_packed(
     They stay as they are if the source is an adapter alone, or with missing="keep".
 
     Raises:
-        LoadError: the source has one, or may not lack one.
+        LoadError: the source has one, or may not lack one; or one is on meta, without values.
     """
     if not packed:
         return
     stays = options.missing == "keep" or _is_of_adapter_alone(match)
     stored = {names.rename(key) for key in names.listing.tensors}
     for entry in packed:
-        if not stays or not stored.isdisjoint(entry.names):
-            layout_of(getattr(entry.module, entry.attribute), entry.name)  # raises
+        parameter = getattr(entry.module, entry.attribute)
+        if not stays or parameter.is_meta or not stored.isdisjoint(entry.names):
+            layout_of(parameter, entry.name)  # raises
 
 
 class _Names(NamedTuple):

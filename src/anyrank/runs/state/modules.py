@@ -39,21 +39,23 @@ from anyrank.tensors.wrapped import packed_parts
 ALL_ADAPTERS = "*"  # in place of names, if all adapters have the same scale
 
 
-def targets_of(module: nn.Module, *, has_base: bool = False) -> list[ModelTensor]:
+def targets_of(part: str, module: nn.Module, *, has_base: bool) -> list[ModelTensor]:
     """List every tensor of a module.
 
     Args:
+        part: its name in the state.
         module: the module.
-        has_base: whether frozen parameters are not written, so that they may be quantized.
+        has_base: whether the model's frozen parameters are not written, so that they may be
+            quantized.
 
     Raises:
         CheckpointError: two tensors have the same name in a checkpoint; or the bytes of one cannot
             be located.
     """
     try:
-        targets = find_tensors(module, with_packed=has_base)
+        targets = find_tensors(module, with_packed=has_base and part == "model")
     except LoadError as error:  # its text on reading also holds for writing
-        way_out = "" if has_base else _way_out_by_base(module)
+        way_out = _way_out_by_base(module) if part == "model" and not has_base else ""
         raise CheckpointError(f"{error}{way_out}") from error
     count = Counter(target.name for target in in_state_dict(targets))
     doubled = sorted(name for name in count if count[name] > 1)

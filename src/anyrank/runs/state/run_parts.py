@@ -137,7 +137,7 @@ class RunParts:
 
     def _targets_of(self, part: str) -> list[ModelTensor]:
         """List all tensors of a module of the state."""
-        return targets_of(self.parts[part], has_base=part == "model" and self.base is not None)
+        return targets_of(part, self.parts[part], has_base=self.base is not None)
 
     def _trained(self) -> set[int]:
         """The ids of the parameters that the optimizers hold."""
