@@ -14,12 +14,22 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from anyrank.errors import RankError
+from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.helper_thread import HelperThread
 
 T = TypeVar("T")
 
 FIRST_PAUSE_SEC, LAST_PAUSE_SEC = 0.001, 0.1  # between two polls of a key
 ANSWER_SEC = 10.0  # a reachable store answers in less than a millisecond
+
+
+def answer_sec() -> float:
+    """Return how long a call waits for the store's answer.
+
+    Whoever lets ranks wait longer than by default expects a busy machine, such as one with many
+    ranks per core, where the process that hosts the store waits for its turn too.
+    """
+    return ANSWER_SEC * max(1.0, TIMEOUT_SEC.get() / TIMEOUT_SEC.default)
 
 
 class StoreLost(RankError):
@@ -39,14 +49,19 @@ class Store:
         self.name = f"the ranks' store{_address(store)}"
         self.lost = False
 
-    def call(self, work: Callable[[Any], T], seconds: float = ANSWER_SEC) -> T:
+    def call(self, work: Callable[[Any], T], seconds: float | None = None) -> T:
         """Call `work` with torch's store, and return its result.
+
+        Args:
+            work: function of torch's store.
+            seconds: time limit, by default `answer_sec()`.
 
         Raises:
             StoreLost: `work` failed, or took longer than `seconds`; then it may still be running.
         """
         if self.lost:
             raise StoreLost(f"{self.name} does not answer")
+        seconds = answer_sec() if seconds is None else seconds
         end = time.monotonic() + seconds
 
         def check_deadline() -> None:
@@ -97,13 +112,16 @@ class Store:
             pause_sec: time between the first two polls; later pauses are longer.
         """
         end, last_sec = time.monotonic() + seconds, max(pause_sec, LAST_PAUSE_SEC)
-        while not self.has(keys):
-            left_sec = end - time.monotonic()
-            if left_sec <= 0:
+        while True:
+            asked = time.monotonic()
+            if self.has(keys):
+                return True
+            now = time.monotonic()
+            if now >= end:
                 return False
-            time.sleep(min(pause_sec, left_sec))
+            # A store that answers slowly is busy, perhaps with the polls of a thousand ranks.
+            time.sleep(min(max(pause_sec, 4 * (now - asked)), end - now))
             pause_sec = min(2 * pause_sec, last_sec)
-        return True
 
     def find_absent(self, keys: Sequence[str], limit: int) -> list[int]:
         """Find the positions of up to `limit` missing keys; takes few calls if few are missing."""

@@ -19,7 +19,7 @@ from anyrank.errors import RankError
 from anyrank.settings import TIMEOUT_SEC
 from anyrank.world.failures import NO_ANSWER
 from anyrank.world.first_ranks import SHOWN, FirstRanks, name_ranks
-from anyrank.world.store import ANSWER_SEC, Store, StoreLost
+from anyrank.world.store import Store, StoreLost, answer_sec
 
 log = logging.getLogger("anyrank.world")
 
@@ -211,7 +211,7 @@ class Wait:
                 raise self.state.end_for_death(dead)
         if seconds > self.timeout_sec:
             absent = self._find_absent("last")
-            if absent is not None or seconds > self.timeout_sec + ANSWER_SEC:
+            if absent is not None or seconds > self.timeout_sec + answer_sec():
                 raise self._as_timeout(absent or [])
         elif seconds > self.warn_sec:
             absent = self._find_absent(f"{self.warn_sec:g}")
