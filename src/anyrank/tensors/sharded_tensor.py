@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -13,6 +13,8 @@ from anyrank.tensors.layout import Layout, Piece, local_pieces, local_shape
 from anyrank.tensors.wrapped import PLAIN, values_of
 
 Members: TypeAlias = "tuple[int, ...]"  # global ranks that hold the same part of a tensor
+
+MAY_DIFFER = "(may differ, because it is a buffer or in no optimizer)"
 
 
 @dataclass
@@ -25,6 +27,8 @@ class ShardedTensor:
         shape: global shape.
         layout: how it is laid out on the ranks; None for a tensor that every rank holds whole.
         coordinate: coordinate of this rank in the layout's mesh; None outside it.
+        may_differ: whether ranks that hold the same part of it may have different values, because
+            nothing keeps them the same. The first of them writes the part.
     """
 
     name: str
@@ -32,6 +36,7 @@ class ShardedTensor:
     shape: tuple[int, ...]
     layout: Layout | None
     coordinate: tuple[int, ...] | None
+    may_differ: bool = field(default=False, kw_only=True)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -80,14 +85,17 @@ class ShardedTensor:
 
 
 def describe(tensors: Sequence[ShardedTensor]) -> list[str]:
-    """Describe what must be the same on every rank: each tensor's name, shape, dtype and layout."""
+    """Describe what must be the same on every rank: each tensor's name, shape, dtype and layout,
+    and whether its values may differ. The ranks' plans follow from these.
+    """
     rows: list[str] = []
     texts: dict[Any, str] = {}  # many tensors differ only in name; layouts are compared by identity
     for tensor in tensors:
-        key = tensor.shape, tensor.tensor.dtype, id(tensor.layout)
+        key = tensor.shape, tensor.tensor.dtype, id(tensor.layout), tensor.may_differ
         text = texts.get(key)
         if text is None:
             words = [list(tensor.shape), tensor.dtype, *filter(None, [tensor.layout])]
+            words += [MAY_DIFFER] if tensor.may_differ else []
             text = texts[key] = " ".join(map(str, words))
         rows.append(f"{tensor.name} {text}")
     return rows

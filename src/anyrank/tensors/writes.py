@@ -10,7 +10,7 @@ optimum plus one lot.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,14 +33,14 @@ class PlannedTensor:
         shape: global shape.
         itemsize: bytes of an element.
         spread: its layout on the ranks.
-        by_first: whether the first holder of each part writes it, because the holders' values may
-            differ.
+        may_differ: whether the holders of a part may have different values; then the first one
+            writes it.
     """
 
     shape: tuple[int, ...]
     itemsize: int
     spread: Spread
-    by_first: bool = False
+    may_differ: bool = False
 
 
 class Write(NamedTuple):
@@ -70,7 +70,8 @@ class WritePlan:
         self._count_alone()
         shared: dict[int, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if not tensor.by_first and max(map(len, tensor.spread.members.values()), default=0) > 1:
+            most = max(map(len, tensor.spread.members.values()), default=0)
+            if most > 1 and not tensor.may_differ:
                 shared.setdefault(id(tensor.spread), []).append(index)
         for indices in sorted(shared.values(), key=self._most_holders):
             self._deal(indices)
@@ -82,18 +83,18 @@ class WritePlan:
         """Count the bytes of parts that only one rank can write."""
         counts: dict[tuple[int, Kind, bool], list[PlannedTensor]] = {}
         for tensor in self.tensors:
-            key = id(tensor.spread), (tensor.shape, tensor.itemsize), tensor.by_first
+            key = id(tensor.spread), (tensor.shape, tensor.itemsize), tensor.may_differ
             counts.setdefault(key, []).append(tensor)
         for alike in counts.values():
             spread, nbytes = alike[0].spread, alike[0].itemsize * len(alike)
             if (
                 all(len(members) > 1 for members in spread.members.values())
-                and not alike[0].by_first
+                and not alike[0].may_differ
             ):
                 continue
             for spot, numel in spread.numels(alike[0].shape):
                 first, *others = spread.members[spot]
-                if alike[0].by_first or not others:
+                if alike[0].may_differ or not others:
                     self._load[first] += numel * nbytes
 
     def _deal(self, indices: Sequence[int]) -> None:
@@ -130,7 +131,7 @@ class WritePlan:
                 continue
             pieces = cut_pieces(tensor.shape, tensor.itemsize, spread, spot)
             members = spread.members[spot]
-            if tensor.by_first or len(members) == 1:
+            if tensor.may_differ or len(members) == 1:
                 if members[0] == rank:
                     for piece in pieces:
                         yield Write(index, piece)
@@ -146,7 +147,7 @@ class WritePlan:
             return [0]
         writers: set[int] = set()
         for spot, members in tensor.spread.members.items():
-            if tensor.by_first or len(members) == 1:
+            if tensor.may_differ or len(members) == 1:
                 writers |= {members[0]} if tensor.spread.pieces(tensor.shape, spot) else set()
             else:
                 holders = self._dealt[id(tensor.spread)][spot][index]
@@ -160,22 +161,20 @@ class WritePlan:
 
 
 def plan_writes(
-    tensors: Sequence[ShardedTensor],
-    spreads: Sequence[Spread],
-    size: int,
-    by_first: Container[str] = (),
+    tensors: Sequence[ShardedTensor], spreads: Sequence[Spread], size: int
 ) -> WritePlan:
-    """Plan who writes what of the tensors that ranks hold together.
+    (
+        """Plan who writes what of the tensors that ranks hold together.
 
     Args:
-        tensors: tensors as this rank holds them, in the same order on every rank.
+        tensors: tensors as this rank holds them, for which `check_alike` has passed.
         spreads: layout of each on the ranks.
         size: number of ranks.
-        by_first: names of tensors whose parts are written by their first holders only, because
-            they may differ between holders.
     """
+        ""
+    )
     planned = [
-        PlannedTensor(tensor.shape, tensor.dtype.itemsize, spread, tensor.name in by_first)
+        PlannedTensor(tensor.shape, tensor.dtype.itemsize, spread, tensor.may_differ)
         for tensor, spread in zip(tensors, spreads, strict=True)
     ]
     return WritePlan(planned, size)

@@ -275,6 +275,62 @@ def test_models_of_other_names_are_not_compared(tmp_path: Path) -> None:
         )
 
 
+class OwnState(torch.optim.SGD):
+    """Saved through its own methods, so that its groups are not part of a compared record."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def job_unlike_kinds(path: str, what: str) -> list[str]:
+    """Tensors with the same name, shape and values, which only some ranks keep the same."""
+    net, optimizer = build()
+    average = copy.deepcopy(net).requires_grad_(False)
+    if what == "buffer":
+        if dist.get_rank() == 1:
+            net[1].scale = nn.Parameter(torch.ones(8), requires_grad=False)
+        else:
+            net[1].register_buffer("scale", torch.ones(8))
+    else:
+        trained = [*net.parameters(), *(average.parameters() if dist.get_rank() == 1 else ())]
+        optimizer = OwnState(trained)
+    state = anyrank.TrainState(net, optimizer, ema=average)
+    ckpts = anyrank.Checkpoints(path, state, replicas_every=1)
+    said = [complaint(ckpts)]
+    try:
+        ckpts.step_done()
+    except anyrank.CheckpointError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "buffer",
+            "rank 0 has model.1.scale [8] torch.float32 (may differ, because it is a buffer or in "
+            "no optimizer), but rank 1 has model.1.scale [8] torch.float32. ",
+        ),
+        (
+            "optimizer",
+            "rank 0 has ema.0.weight [8, 8] torch.float32 (may differ, because it is a buffer or "
+            "in no optimizer), but rank 1 has ema.0.weight [8, 8] torch.float32. ",
+        ),
+    ],
+)
+def test_ranks_agree_which_tensors_may_differ_before_they_write(
+    tmp_path: Path, what: str, text: str
+) -> None:
+    """Otherwise the ranks plan different writes, and elements are written twice or by nobody."""
+    for saved, compared in run_ranks(3, job_unlike_kinds, str(tmp_path), what):
+        assert saved.startswith(f"the ranks' states differ: {text}")
+        assert compared.startswith(f"step 1: the ranks' states differ: {text}")
+    assert not list(tmp_path.glob("step-*"))
+
+
 @contextlib.contextmanager
 def bytes_hashed() -> Generator[list[int]]:
     """Sizes of what is hashed on this rank within."""

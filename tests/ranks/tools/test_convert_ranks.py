@@ -219,6 +219,14 @@ def job_parts(folder: str) -> list[str]:
     errors.append(str(caught.value))
     with pytest.raises(anyrank.LoadError) as caught:
         anyrank.convert(nn.Linear(2, 2, bias=rank > 0), os.path.join(folder, "wrong"))
+    errors.append(str(caught.value))
+    unlike = nn.Module()
+    if rank:
+        unlike.scale = nn.Parameter(torch.ones(2))
+    else:
+        unlike.register_buffer("scale", torch.ones(2))
+    with pytest.raises(anyrank.LoadError) as caught:
+        anyrank.convert(unlike, os.path.join(folder, "wrong"))
     return [*errors, str(caught.value)]
 
 
@@ -232,6 +240,7 @@ def test_plain_parts_are_written_whole(tmp_path: Path) -> None:
         assert text == texts[0]
         assert "the ranks' models differ" in text[0]
         assert "rank 0 has no other tensor, but rank 1 has bias [2] torch.float32" in text[1]
+        assert "rank 0 has scale [2] torch.float32 (may differ, because it is a buffer" in text[2]
     assert not (tmp_path / "wrong").exists()
 
 

@@ -65,7 +65,7 @@ def plan_of(kind: str, size: int, shapes: Sequence[tuple[int, ...]], first: bool
     spreads = itertools.cycle(spreads_of(kind, size))
     tensors = [PlannedTensor(shape, 4, spread) for shape, spread in zip(shapes, spreads)]  # noqa: B905
     if first:
-        tensors.append(PlannedTensor((9, 9), 4, plain(size), by_first=True))
+        tensors.append(PlannedTensor((9, 9), 4, plain(size), may_differ=True))
     return WritePlan(tensors, size)
 
 
@@ -90,7 +90,7 @@ def check_each_element_once(plan: WritePlan) -> list[int]:
     for number, tensor in enumerate(plan.tensors):
         assert bool((times[number] == 1).all()), number
         assert plan.writers(number) == sorted(wrote[number])
-        assert not tensor.by_first or wrote[number] == {0}
+        assert not tensor.may_differ or wrote[number] == {0}
     assert load == list(plan.nbytes)
     return load
 
@@ -101,7 +101,7 @@ def optimum(plan: WritePlan) -> float:
     for tensor in plan.tensors:
         for spot, members in tensor.spread.members.items():
             nbytes = sum(p.box.numel for p in tensor.spread.pieces(tensor.shape, spot)) * 4
-            jobs.append((frozenset(members[:1] if tensor.by_first else members), nbytes))
+            jobs.append((frozenset(members[:1] if tensor.may_differ else members), nbytes))
     sets = {members for members, _ in jobs} | {frozenset(range(plan.size))}
     return max(sum(n for who, n in jobs if who <= some) / len(some) for some in sets)
 

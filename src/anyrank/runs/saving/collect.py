@@ -160,8 +160,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         differed=differed,
     )
     tensors = shared_tensors(parts)
-    may_differ = {name for saved in parts.values() for name in saved.may_differ}
-    plan = plan_writes(tensors, spreads, ranks.size, may_differ)
+    plan = plan_writes(tensors, spreads, ranks.size)
     own_tensors, alike = _own_tensors(parts, records, ranks)
     aliases = {k: name for saved in parts.values() for k, name in saved.aliases.items()}
     index = index_of(tensors, plan, alike, aliases)

@@ -85,7 +85,7 @@ def write_metadata(
 def _digest(plan: WritePlan, index: StepIndex, owners: Mapping[int, bytes]) -> bytes:
     """Return a digest of everything that a `.metadata` depends on."""
     digest = hashlib.blake2b(index.to_bytes(), digest_size=16)
-    digest.update(bytes(tensor.by_first for tensor in plan.tensors))
+    digest.update(bytes(tensor.may_differ for tensor in plan.tensors))
     digest.update(repr([plan.size, sorted(owners.items())]).encode())
     return digest.digest()
 

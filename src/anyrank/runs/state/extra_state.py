@@ -30,9 +30,8 @@ def save_extra_states(
 
 def _put(saved: PartState, where: str, tensor: torch.Tensor) -> Any:
     sharded = hold_to_save(where, tensor.detach())
+    sharded.may_differ = sharded.layout is None  # nothing keeps it the same on every rank
     saved.tensors.append(sharded)
-    if sharded.layout is None:
-        saved.may_differ.add(where)  # nothing keeps it the same on every rank
     return {"~whole": where}
 
 

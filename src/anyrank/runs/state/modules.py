@@ -103,17 +103,15 @@ def save_module(
         )
     if save_by_own_code(find_modules(module)):
         _check_own_code(part, module)
+    # Each rank updates a plain buffer, or an average that no optimizer steps, by itself: nothing
+    # keeps these the same, so a difference does not prove that replicas have diverged.
+    is_trained = part == "model" or any(id(target.tensor) in stepped for target in written)
     named = [_in_part(part, target) for target in written]
     for target in named:
+        target.may_differ = not is_trained or (target.kind == "buffer" and target.layout is None)
         check_has_bytes(target.name, target.tensor)
     saved = PartState(None, [*named])
     saved.aliases = {f"{part}.{alias.name}": t.name for t in named for alias in t.registrations[1:]}
-    # Each rank updates a plain buffer, or an average that no optimizer steps, by itself: nothing
-    # keeps these the same, so a difference does not prove that replicas have diverged.
-    is_trained = part == "model" or any(id(target.tensor) in stepped for target in named)
-    saved.may_differ = {
-        t.name for t in named if not is_trained or (t.kind == "buffer" and t.layout is None)
-    }
     layout, owners = layout_digest(named), _with_extra(module, elsewhere)
     extra: dict[str, Any] = {}
     if owners:

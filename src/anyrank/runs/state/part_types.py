@@ -43,8 +43,6 @@ class PartState:
         beside_shards: those of `own_tensors` that may be identical on every rank, by name without
             rank: an optimizer's, if nothing shows that they are shards of a parameter's.
         aliases: other name -> name, of tied tensors.
-        may_differ: names of tensors that nothing keeps the same on every rank (buffers, an average
-            that one rank keeps); the first rank's are saved.
         agreement: of the record: "equal" on every rank, the "first" rank's if others may differ, or
             kept "per rank" if it differs.
         unsaved: names of attributes of an optimizer that hold tensors and are in no record.
@@ -55,7 +53,6 @@ class PartState:
     own_tensors: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
     beside_shards: dict[str, ShardedTensor] = field(default_factory=dict[str, ShardedTensor])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
-    may_differ: set[str] = field(default_factory=set[str])
     agreement: Literal["equal", "first", "per rank"] = "equal"
     unsaved: list[str] = field(default_factory=list[str])
 

@@ -62,7 +62,7 @@ def find_differing_replicas(
     differing = _differing_tensors(replicas, turn, ranks)
     if not differing:
         return []
-    may_differ = {name for saved in parts.values() for name in saved.may_differ}
+    may_differ = {tensor.name for tensor in shared_tensors(parts) if tensor.may_differ}
     wrong = {name: by_text for name, by_text in differing.items() if name not in may_differ}
     if wrong:
         others = sorted(differing.keys() - wrong.keys())
@@ -139,13 +139,10 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     title = f"step {state.step}: the ranks' states differ"
     check_alike(title, tensors, inventory, ranks, CheckpointError)
     coordinates = find_coordinates(tensors, inventory, ranks)
-    may_differ = {name for saved in parts.values() for name in saved.may_differ}
     replicas = [*replicas_here(tensors, spreads_of(tensors, coordinates), ranks)]
-    differing = _differing_tensors(
-        [r for r in replicas if r[0].name not in may_differ], None, ranks
-    )
+    differing = _differing_tensors([r for r in replicas if not r[0].may_differ], None, ranks)
     if differing:  # the same on every rank, so that all of them gather once more
-        others = _differing_tensors([r for r in replicas if r[0].name in may_differ], None, ranks)
+        others = _differing_tensors([r for r in replicas if r[0].may_differ], None, ranks)
         head = f"step {state.step}: replicas differ:"
         raise CheckpointError(_describe(head, differing, parts, sorted(others)))
 

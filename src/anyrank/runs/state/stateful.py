@@ -71,8 +71,8 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
     }
     for sharded in saved.tensors:  # like plain ones: `diff` compares them by name
         sharded.name = own_name(sharded.name, 0)
-    # Nothing keeps them the same: a tracker may average over the batches of its own rank.
-    saved.may_differ = {sharded.name for sharded in saved.tensors}
+        # Nothing keeps it the same: a tracker may average over the batches of its own rank.
+        sharded.may_differ = True
     return saved
 
 

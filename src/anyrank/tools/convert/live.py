@@ -94,12 +94,11 @@ def convert_live(
         # Only the ties of the first rank are written, so they must be the same on every rank.
         ties = {f"tie of {alias}": name for alias, name in tied.items()}
         compare_arguments(ranks, "convert", ties, LoadError)
-        buffers = {t.name: t for t in tensors if t.kind == "buffer" and t.layout is None}
-        replicas = [pair for pair in shared(tensors, coordinates) if pair[0].name not in buffers]
+        replicas = [pair for pair in shared(tensors, coordinates) if not pair[0].may_differ]
         compare_replicas(replicas, ranks)
         # These may differ between ranks. The first rank's are written, and the report says so.
         whole = [
-            *buffers.values(),
+            *(tensor for tensor in tensors if tensor.may_differ),
             *(ShardedTensor(k, v, tuple(v.shape), None, None) for k, v in extras.items()),
         ]
         differ = differing_replicas([(t, ranks.ranks) for t in whole], ranks, content_hashes)
@@ -118,7 +117,7 @@ def convert_live(
             report = convert(list_memory(local | extras))
         else:
             spreads = spreads_of(tensors, coordinates)
-            with _saved(tensors, [*buffers], spreads, target, ranks) as saved:
+            with _saved(tensors, spreads, target, ranks) as saved:
                 report = ranks.run_on_one("converting", lambda: convert(_joined(saved(), extras)))
     return replace(
         report,
@@ -132,7 +131,6 @@ def convert_live(
 @contextlib.contextmanager
 def _saved(
     tensors: Sequence[ModelTensor],
-    buffers: Sequence[str],
     spreads: Sequence[Spread],
     target: Destination,
     ranks: Ranks,
@@ -151,7 +149,7 @@ def _saved(
         with storing(folder):
             STORE.make_folder(folder)
 
-    plan = plan_writes(tensors, spreads, ranks.size, buffers)
+    plan = plan_writes(tensors, spreads, ranks.size)
     index = index_of(tensors, plan).to_bytes()
 
     def write_own() -> RankFiles:
@@ -247,7 +245,8 @@ def _agreed(
 def _find_written(
     model: nn.Module, options: ConvertOptions, ranks: Ranks
 ) -> tuple[list[ModelTensor], dict[str, torch.Tensor]]:
-    """Return the tensors to write, and extra state that is a tensor.
+    """Return the tensors to write, with the mark of those that may differ between ranks, and extra
+    state that is a tensor.
 
     Raises:
         LoadError: a tensor cannot be written as it is, or does not match `layout=`.
@@ -275,6 +274,8 @@ def _find_written(
         )
     if not tensors:
         raise LoadError("the model has no parameters or buffers to write")
+    for tensor in tensors:
+        tensor.may_differ = tensor.kind == "buffer" and tensor.layout is None
     extras = {
         key: value.detach()
         for key, value in extra_states(model).items()
