@@ -160,6 +160,12 @@ class Listing:
         adapters: index of a file -> the adapter_config.json beside it, if there is one.
         locators: index of the first file of a step of a run -> what finds its bytes, if its tensors
             are listed only by their shapes (`sources/locate.py`).
+        is_live: whether these are the tensors of a model in memory, which has no files.
+        is_run: whether this is a step of a run, which has a model's tensors as they were.
+        is_file_named: whether the keys are always those that a library uses in files, and never the
+            names of its live model.
+        states_table: whether the format states which table holds the weights.
+        has_companions: whether a configuration and a tokenizer may be beside the files.
     """
 
     format: str
@@ -178,6 +184,11 @@ class Listing:
     quantization: dict[str, Any] = field(default_factory=dict[str, Any])
     adapters: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     locators: dict[int, Locator] = field(default_factory=dict[int, Locator])
+    is_live: bool = False
+    is_run: bool = False
+    is_file_named: bool = False
+    states_table: bool = False
+    has_companions: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from anyrank.files.listing import Listing
 from anyrank.live.ends import End, TensorInfo
 from anyrank.live.report import SyncReport
 from anyrank.loading.sharing.transfers import Coordinate, Strip, strips_of
-from anyrank.models.dialects.dialect import LIVE, ModelMatch
+from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.peft.merging import scales_differ
 from anyrank.models.match import match_model
 from anyrank.models.options import LoadOptions
@@ -155,7 +155,7 @@ def listing_of(sources: Sequence[SourceTensor]) -> Listing:
                     f"src contains {key} twice: different ranks have different tensors of that name"
                 )
             tensors[key] = StoredTensor.contiguous(key, row.shape, row.dtype, number, 0)
-    return Listing(LIVE, (), tensors)
+    return Listing("live", (), tensors, is_live=True)
 
 
 def match_ends(

@@ -12,8 +12,7 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import NOT_A_TENSOR, Listing
-from anyrank.files.manifest import FORMAT
-from anyrank.models.dialects.dialect import LIVE, Case, Dialect, ModelMatch, Renamer, dialects_of
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, Renamer, dialects_of
 from anyrank.models.dialects.registry import DIALECTS
 from anyrank.models.dtensors import layout_of
 from anyrank.models.first_values.buffers import without_rule
@@ -122,7 +121,7 @@ def _weights_among(
     tensors: Sequence[ModelTensor], listing: Listing, options: LoadOptions
 ) -> Listing:
     """Return the weights of a source; a live source has only the tensors of a model."""
-    if listing.format == LIVE:
+    if listing.is_live:
         return listing
     names = [tensors[i].all_names() for i in _loadable(tensors)]
     known = {name for ends in names for name in chain.from_iterable(ends)}
@@ -185,7 +184,7 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
         or any(dialect.needs_no_tensor(key, name) for dialect in dialects)
     ]
     # A run has the tensors as they were in the model, unchanged by code of its modules.
-    is_raw = case.is_live or listing.format == FORMAT
+    is_raw = case.is_live or listing.is_run
     own_code = OwnCode() if is_raw else OwnCode(case.modules, match.listing, case.rename)
     of_no_use = {*ignored, *own_code.tensor_keys}
     # A live source has a tied tensor under each of its names, of which one is enough.

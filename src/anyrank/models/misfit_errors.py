@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import LIVE, ModelMatch
+from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.options import WAYS_OUT, LoadOptions
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.names import is_of_adapter
@@ -33,7 +33,7 @@ def join_problems(listing: Listing, problems: Sequence[str]) -> str:
 def _title(listing: Listing) -> str:
     where = listing.files[0].path if listing.files else "the source"
     where = "the dict" if listing.format == "memory" else where
-    if listing.format == LIVE:
+    if listing.is_live:
         return "src does not match dst:"
     return f"{where} ({listing.format}) does not match the model:"
 

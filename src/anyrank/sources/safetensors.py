@@ -1,6 +1,6 @@
 """The safetensors format: 8 bytes of header length, a JSON header, then the tensors' bytes.
 
-Reads it, and plans it for writing, as one file or a Hugging Face folder of several files.
+Only lists a file; `tools/convert/planned_files.py` plans the files that are written.
 """
 
 from __future__ import annotations
@@ -92,7 +92,15 @@ def list_file(storage: Storage, path: str) -> Listing:
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
     quantization = config_in(texts.get(QUANTIZATION, ""))
-    return Listing("safetensors", (info,), tensors, others, quantization=quantization)
+    return Listing(
+        "safetensors",
+        (info,),
+        tensors,
+        others,
+        quantization=quantization,
+        is_file_named=True,
+        has_companions=True,
+    )
 
 
 def with_ties(

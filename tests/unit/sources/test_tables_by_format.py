@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import anyrank
+from anyrank.sources.source import list_source
 
 CHILDREN = ("optimizer", "optim_0", "scheduler", "train_state")
 
@@ -184,3 +185,16 @@ def test_lists_beside_a_table_of_weights_are_none(tmp_path: Path) -> None:
     report = anyrank.load(model, tmp_path / "w.pt", rename={"net.inner": ""})
     assert report.unexpected == []
     assert torch.equal(model.weight, net.weight)
+
+
+def test_what_a_list_of_files_says_of_its_format_holds_for_every_file(tmp_path: Path) -> None:
+    """Whatever the order of the formats' names is."""
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
+    torch.save({"c": torch.ones(2)}, tmp_path / "c.pt")
+    save_dcp({"d": torch.ones(2)}, tmp_path / "d")
+    assert list_source([tmp_path / "a.safetensors", tmp_path / "b.safetensors"]).is_file_named
+    for other in ("c.pt", "d"):
+        mixed = list_source([tmp_path / "a.safetensors", tmp_path / other])
+        assert not mixed.is_file_named
+        assert not mixed.states_table

@@ -32,7 +32,6 @@ from anyrank.models.tensors import ModelTensor, NamedModule, in_state_dict
 from anyrank.sources.tables.renaming import renamer
 from anyrank.tensors.spec import StoredTensor
 
-LIVE = "live"  # format of a listing of a model's own tensors, which has no files
 Renamer = Callable[[str], str]
 
 
@@ -60,7 +59,7 @@ class Case:
     @property
     def is_live(self) -> bool:
         """True if the source is a model in memory, and not a stored one."""
-        return self.source.format == LIVE
+        return self.source.is_live
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

@@ -14,7 +14,7 @@ from anyrank.tensors.spec import StoredTensor
 def join(
     format_name: str, listings: Iterable[Listing], skipped: Mapping[str, str] | None = None
 ) -> Listing:
-    """Join the listings of several files into one.
+    """Join the listings of several files into one. What it says of its format holds for all.
 
     Raises:
         LoadError: two of them hold the same key.
@@ -60,4 +60,8 @@ def join(
         quantization=next((part.quantization for part in parts if part.quantization), {}),
         adapters=adapters,
         locators=locators,
+        is_run=all(part.is_run for part in parts),
+        is_file_named=all(part.is_file_named for part in parts),
+        states_table=all(part.states_table for part in parts),
+        has_companions=all(part.has_companions for part in parts),
     )

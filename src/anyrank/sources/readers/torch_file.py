@@ -63,14 +63,12 @@ def list_file(storage: Storage, path: str) -> Listing:
         UnsafeFile: the file has neither format, is corrupt, or its pickle names unknown globals.
     """
     read = read_file(storage, path)
-    name = read.name
-    if isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree:
-        name = "lightning"
+    is_lightning = isinstance(read.tree, dict) and "pytorch-lightning_version" in read.tree
     content = pickled_tables.find_table(read.tree, path)
     tensors = {key: read.stored(key, ref) for key, ref in content.tensors.items()}
     beside, unread = _beside(read, content)
     return Listing(
-        name,
+        "lightning" if is_lightning else read.name,
         (read.info,),
         tensors,
         checksums=read.checksums,
@@ -82,6 +80,8 @@ def list_file(storage: Storage, path: str) -> Listing:
         beside=beside,
         unread_beside=unread,
         quantization=read.quantization,
+        states_table=is_lightning,
+        has_companions=not is_lightning,
     )
 
 

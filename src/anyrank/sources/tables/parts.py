@@ -8,13 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import FORMAT
 from anyrank.sources.part_names import NESTED
 from anyrank.sources.tables.table_names import TableNames, whole_unread
 from anyrank.tensors.spec import StoredTensor
-
-# Formats that state which table holds the weights.
-SELF_DESCRIBING = (FORMAT, "lightning")
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ def parts_of(listing: Listing) -> Parts:
     to a known table with more tensors (a queue, a generator's state) are not weights.
     """
     unread = whole_unread(listing)
-    if listing.format in SELF_DESCRIBING:
+    if listing.states_table:
         prefix = f"{listing.table}." if listing.table else ""
         weights = {prefix + key: stored for key, stored in listing.tensors.items()}
         return Parts(weights, dict(listing.beside), unread, prefix)

@@ -13,7 +13,6 @@ from anyrank.files.listing import Listing
 from anyrank.files.storage import join_path, read_whole, storage_for
 from anyrank.sources.endings import ENDINGS
 from anyrank.sources.source import Source
-from anyrank.sources.weight_files import FORMATS
 from anyrank.tensors.spec import dtype_name
 
 KINDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".vocab", ".bpe", ".py", ".md")
@@ -56,7 +55,7 @@ def companions(source: Source, listing: Listing, dtype: torch.dtype | None) -> d
 
 
 def _folder_of(source: Source, listing: Listing) -> str | None:
-    if not isinstance(source, (str, os.PathLike)) or not listing.format.startswith(tuple(FORMATS)):
+    if not isinstance(source, (str, os.PathLike)) or not listing.has_companions:
         return None
     path = os.fspath(source)
     return path if storage_for(path).is_dir(path) else None

@@ -18,7 +18,7 @@ from anyrank.errors import LoadError
 from anyrank.files.content_hash import content_hash
 from anyrank.files.listing import EXTRA_STATE, Listing
 from anyrank.files.reader import Reader
-from anyrank.models.dialects.transformers.conversions import FILE_NAMED, conversion_code, pretrained
+from anyrank.models.dialects.transformers.conversions import conversion_code, pretrained
 from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
 from anyrank.models.plain_copies import plain_copy
 from anyrank.models.tensors import ModelTensor, find_tensors, in_state_dict
@@ -45,7 +45,7 @@ def as_files(
 
     Args:
         selection: the selected tensors of the source.
-        listing: the source; safetensors already has the file names.
+        listing: the source, which may already have the file names.
         model: real or on meta.
         targets: its tensors under the requested names. Default: all of them.
 
@@ -55,7 +55,7 @@ def as_files(
     """
     targets = find_tensors(model) if targets is None else targets
     ties = _ties_of(model, targets)
-    if listing.format.startswith(FILE_NAMED):
+    if listing.is_file_named:
         return _tied(selection, listing, ties)
     live = {
         name: target.registrations[0].name

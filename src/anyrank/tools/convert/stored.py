@@ -12,7 +12,6 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.listing import Listing
-from anyrank.files.manifest import FORMAT
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.storage import join_path, write_file
 from anyrank.models.dialects.transformers.dequantize import check_method, dequantized
@@ -159,7 +158,7 @@ def _paths(src: Source) -> list[str]:
 
 def _name_of(src: Source, listing: Listing) -> str:
     """Return the source as it was passed; for a run, the step that was read."""
-    if isinstance(src, (str, os.PathLike)) and listing.format == FORMAT and listing.files:
+    if isinstance(src, (str, os.PathLike)) and listing.is_run and listing.files:
         return listing.files[0].path.rpartition("/")[0]
     return ", ".join(_paths(src)) or "memory"
 

@@ -28,9 +28,6 @@ from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested
 from anyrank.wording import listed
 
-# Formats that transformers writes, always with its names for files, by their names in FORMATS of
-# weight_files.py. Other formats may also contain names of the live model.
-FILE_NAMED = ("safetensors",)
 # Buffers that are no longer saved; transformers ignores them in files of any model that has them.
 OLD_BUFFERS = (r"rotary_emb\.inv_freq", "position_ids")
 CODE = {
@@ -119,7 +116,7 @@ def converted(
     for key, stored in listing.tensors.items():
         renamed = rename(key)
         direct = next((name for name in candidates(renamed) if name in live), None)
-        live_named = not listing.format.startswith(FILE_NAMED) or is_of_adapter(renamed)
+        live_named = not listing.is_file_named or is_of_adapter(renamed)
         if direct is not None and live_named:
             name, part = renamed, tensors
         else:
