@@ -147,7 +147,7 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
     listing, rename = case.source, case.rename
     # Quantized numbers become weights before names are compared, because a conversion fuses
     # weights.
-    for dialect in dialects:
+    for dialect in dialects if not case.is_live else ():
         listing = dialect.values(listing)
     # Entries of `rename=` are compared with the source's own keys, which a conversion replaces.
     idle = unused_renames(case.options.rename, source, case.source, listing.tensors)

@@ -3,16 +3,17 @@
 A dialect knows the names, the files and the values of one library. A match asks every applicable
 dialect one question at a time, in the order of `DIALECTS` (`registry.py`):
 
-1. `values`: numbers that a library stores in a different form become weights.
+1. `values`: numbers that a library stores in a different form become weights. A live source is not
+   asked: it has the values with which its model computes.
 2. `names`: keys become the model's names. (Then the match finds the key of each tensor.)
 3. `complete`: frozen parts get the bytes of their own sources; then tensors with a `layout=` are
    cut to match the source's tensors.
 4. `needs_no_tensor`: says which unused keys are harmless.
-5. `problems`: reports errors when everything else is known; adapters come last, because their
-   check depends on what fills their base.
+5. `problems`: reports errors when everything else is known, such as what fills an adapter's base.
 
-This order matters. A conversion of names may fuse weights, so they must be weights by then. A
-part's own source fills only tensors without a key.
+The order of the questions matters: a conversion of names may fuse weights, so they must be weights
+by then; a part's own source fills only tensors without a key. The order of the dialects matters
+only for `complete`, and for the order of the problems in an error.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class Dialect:
 
     def values(self, listing: Listing) -> Listing:
         """Return the source, by its own keys, with tensors in place of the library's stored forms.
+        Not asked for a live source.
 
         Raises:
             LoadError: a stored form lacks a part, or its parts do not match.

@@ -9,8 +9,8 @@ from anyrank.models.dialects.peft.dialect import Adapters
 from anyrank.models.dialects.transformers.conversions import ConvertedNames
 from anyrank.models.dialects.transformers.values import QuantizedValues
 
-# Values come before names, because a conversion fuses whole weights. Adapters come last, because
-# their check depends on what fills their base.
+# Frozen parts come before layouts: the tensors from a part's own source are cut, too. Otherwise the
+# order is only that of the problems in an error.
 DIALECTS: list[type[Dialect]] = [
     QuantizedValues,
     ConvertedNames,

@@ -11,14 +11,13 @@ class GivenLayouts(Dialect):
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether the caller passed `layout=`."""
-        return case.options.layout is not None
+        """Return whether the caller passed `layout=`. In a sync, both ends already have their
+        shapes.
+        """
+        return case.options.layout is not None and not case.is_live
 
     def complete(self, match: ModelMatch) -> ModelMatch:
-        """Use the source's shape for each tensor whose part is that of torch's split.
-
-        In a sync, both ends already have their shapes.
-        """
-        for index, stored in match.wanted if not self.case.is_live else ():
+        """Use the source's shape for each tensor whose part is that of torch's split."""
+        for index, stored in match.wanted:
             cut_as_source(match.tensors[index], stored.shape)
         return match

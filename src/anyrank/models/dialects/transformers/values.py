@@ -31,12 +31,7 @@ class QuantizedValues(Dialect):
         )
 
     def values(self, listing: Listing) -> Listing:
-        """Return the source with float32 tensors in place of quantized ones, if weights are needed.
-
-        A live source already has the values with which its model computes.
-        """
-        if self.case.is_live:
-            return listing
+        """Return the source with float32 tensors in place of quantized ones, where needed."""
         return dequantized(listing, self.case.dtypes, self.case.rename)
 
     def problems(self, match: ModelMatch) -> list[str]:
