@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Fetch, FileInfo, Listing
 from anyrank.models.dialects.computed import ITEM, ComputedFile
-from anyrank.models.dialects.dialect import Case, Dialect
+from anyrank.models.dialects.dialect import Dialect, Renamer
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -56,11 +57,10 @@ class PackedNumbers(Dialect):
     """The packed weights of a source."""
 
     @staticmethod
-    def applies(case: Case) -> bool:
-        """Whether config.json names the method."""
-        return case.source.quantization.get("quant_method") == "compressed-tensors"
-
-    def values(self, listing: Listing) -> Listing:
+    def values(listing: Listing, dtypes: Mapping[str, torch.dtype], rename: Renamer) -> Listing:
+        """Read what config.json says is packed by this method."""
+        if listing.quantization.get("quant_method") != "compressed-tensors":
+            return listing
         tensors, files = dict(listing.tensors), list(listing.files)
         for key in [key for key in tensors if key.endswith("_packed")]:
             name = key.removesuffix("_packed")
@@ -72,5 +72,5 @@ class PackedNumbers(Dialect):
             shape = (packed.shape[0], weight.unit)
             tensors[name] = StoredTensor.contiguous(name, shape, torch.float32, len(files), 0)
             files.append(info)
-        # Else the dialect that knows quantized files would refuse a method that it does not know.
+        # Else a match would refuse a method that nobody has handled.
         return replace(listing, tensors=tensors, files=tuple(files), quantization={})

@@ -156,7 +156,8 @@ class Listing:
         table: the table that the tensors belong to; their keys omit its name.
         beside: tensors of other tables, by their whole keys; `tensors` does not list them.
         unread_beside: like `unreadable`, for other tables, by whole keys.
-        quantization: `quantization_config` of the config.json beside the weights.
+        quantization: `quantization_config` of the config.json beside the weights, until a dialect
+            has put weights in place of the quantized numbers.
         adapters: index of a file -> the adapter_config.json beside it, if there is one.
         locators: index of the first file of a step of a run -> what finds its bytes, if its tensors
             are listed only by their shapes (`sources/locate.py`).

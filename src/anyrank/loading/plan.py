@@ -20,7 +20,8 @@ from anyrank.loading.agreed_plan import AgreedPlan, plan_load
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.report import MIB
 from anyrank.models.dialects.layouts.given import GivenLayout
-from anyrank.models.dialects.transformers.dequantize import check_method, dequantized
+from anyrank.models.dialects.registry import values_without_model
+from anyrank.models.dialects.transformers.dequantize import check_method
 from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
@@ -180,8 +181,8 @@ def forecast(source: Source, shards: int, dtype: torch.dtype | None = None) -> F
     check_source(source)
     listing = list_headers(source)
     if dtype is not None:
+        listing = values_without_model(listing)
         check_method(listing)
-        listing = dequantized(listing, {})
     share = read = 0
     for tensor in listing.tensors.values():
         rows, *others = tensor.shape or (1,)

@@ -12,7 +12,15 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import NOT_A_TENSOR, Listing
-from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, Renamer, dialects_of
+from anyrank.models.dialects.dialect import (
+    Case,
+    Dialect,
+    ModelMatch,
+    Renamer,
+    dialects_of,
+    dtypes_of,
+    with_values,
+)
 from anyrank.models.dialects.registry import DIALECTS
 from anyrank.models.dtensors import layout_of
 from anyrank.models.first_values.buffers import without_rule
@@ -146,9 +154,9 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
     """
     listing, rename = case.source, case.rename
     # Quantized numbers become weights before names are compared, because a conversion fuses
-    # weights.
-    for dialect in dialects if not case.is_live else ():
-        listing = dialect.values(listing)
+    # weights. A live source has weights.
+    if not case.is_live:
+        listing = with_values(listing, case.classes, dtypes_of(case.tensors), rename)
     # Entries of `rename=` are compared with the source's own keys, which a conversion replaces.
     idle = unused_renames(case.options.rename, source, case.source, listing.tensors)
     for dialect in dialects:

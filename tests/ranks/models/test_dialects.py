@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.packed_numbers import PackedNumbers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import anyrank
+from anyrank.loading.plan import forecast
 from anyrank.models.dialects.registry import DIALECTS
 from anyrank.testing import run_ranks
 
@@ -54,6 +55,27 @@ def test_a_dialect_in_one_file_loads_right_values(tmp_path: Path) -> None:
         assert cast == {"0.weight": "int4 -> float32"}
         row = COLUMNS // 2 + GROUPS * 4 + 4  # each rank read its own rows, and no float32
         assert read == [3 * row, 2 * row]
+
+
+def test_calls_without_a_model_know_the_dialect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, scales = torch.randint(-8, 8, (ROWS, COLUMNS)), torch.ones(ROWS, GROUPS)
+    write(tmp_path / "a", numbers, scales)
+    weights = {"0.weight": numbers.float(), "0.bias": torch.ones(ROWS)}
+    with pytest.raises(anyrank.LoadError, match="quantized with compressed-tensors"):
+        anyrank.convert(tmp_path / "a", tmp_path / "b", dtype="float32")
+    monkeypatch.setattr("anyrank.models.dialects.registry.DIALECTS", [*DIALECTS, PackedNumbers])
+    report = anyrank.convert(tmp_path / "a", tmp_path / "b", dtype="float32")
+    assert report.cast == {"0.weight": "int4 -> float32"}
+    assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["0.weight"], numbers.float())
+    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    difference = anyrank.diff(tmp_path / "a", weights)
+    assert (difference.only_a, difference.only_b, difference.values) == ([], [], {})
+    found = anyrank.inspect(tmp_path / "a")
+    assert found.quantised == {"0.weight": "int4"}
+    assert not any("quantized" in line for line in found.skipped)
+    assert forecast(tmp_path / "a", 1, torch.float32).share_bytes == (ROWS * COLUMNS + ROWS) * 4
 
 
 def test_a_lost_scale_is_an_error(tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ QUESTIONS = {
         ("scales_of", "pairs_of"),
         frozenset(
             {
-                "models/dialects/transformers/dequantize.py",  # load, plan, diff, convert
+                "models/dialects/transformers/dequantize.py",  # load, plan, diff, convert, inspect
                 "tools/convert/selection.py",
-                "tools/inspect/inspect.py",
             }
         ),
         r"absmax|zero_point|_scale_inv|\bSCB\b",
@@ -56,11 +55,10 @@ QUESTIONS = {
         ),
         frozenset(
             {
-                "models/dialects/transformers/values.py",  # load, sync, resume from a file
+                "models/dialects/transformers/values.py",  # load, sync, resume, convert, diff
                 "loading/plan.py",
                 "tools/convert/selection.py",
                 "tools/convert/stored.py",
-                "tools/inspect/diff.py",
                 "tools/inspect/inspect.py",
             }
         ),

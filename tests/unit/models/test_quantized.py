@@ -16,7 +16,7 @@ from torch import nn
 import anyrank
 from anyrank.files.reader import Reader
 from anyrank.models.dialects.computed import MAX_NUMEL
-from anyrank.models.dialects.transformers.dequantize import dequantized
+from anyrank.models.dialects.registry import values_without_model
 from anyrank.sources.source import list_source
 
 
@@ -122,7 +122,7 @@ def test_other_scales(kind: str) -> None:
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """No more than a piece is computed at a time, however much is wanted."""
     folder = fp8_folder(tmp_path / "a", None, rows=4096, columns=512, block=128)
-    listing = dequantized(list_source(folder), {})
+    listing = values_without_model(list_source(folder))
     (stored,) = listing.tensors.values()
     fetched: list[int] = []
     with Reader(listing, buffer_bytes=1 << 20) as reader:

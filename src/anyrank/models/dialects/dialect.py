@@ -1,10 +1,11 @@
 """Dialects: what one library changes in torch models, as answers to the questions of a match.
 
-A dialect knows the names, the files and the values of one library. A match asks every applicable
-dialect one question at a time, in the order of `DIALECTS` (`registry.py`):
+A dialect knows the names, the files and the values of one library. A match asks one question at a
+time, in the order of `DIALECTS` (`registry.py`), the first of every dialect, the others of those
+that apply:
 
-1. `values`: numbers that a library stores in a different form become weights. A live source is not
-   asked: it has the values with which its model computes.
+1. `values`: numbers that a library stores in a different form become weights. This needs no model.
+   A live source has the values with which its model computes, so it is not asked.
 2. `names`: keys become the model's names. (Then the match finds the key of each tensor.)
 3. `complete`: frozen parts get the bytes of their own sources; then tensors with a `layout=` are
    cut to match the source's tensors.
@@ -18,7 +19,7 @@ only for `complete`, and for the order of the problems in an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -61,11 +62,6 @@ class Case:
     def is_live(self) -> bool:
         """True if the source is a model in memory, and not a stored one."""
         return self.source.is_live
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the tensors that a checkpoint has for the model, by all of their names."""
-        return {name: t.dtype for t in in_state_dict(self.tensors) for name in t.flat_names()}
 
     @cached_property
     def derived(self) -> set[str]:
@@ -156,12 +152,18 @@ class Dialect:
 
     @staticmethod
     def applies(case: Case) -> bool:
-        """Return whether the dialect may have an answer; this must be cheap."""
-        raise NotImplementedError
+        """Return whether a dialect may have answers for a case, besides `values`; must be cheap."""
+        return False
 
-    def values(self, listing: Listing) -> Listing:
-        """Return the source, by its own keys, with tensors in place of the library's stored forms.
-        Not asked for a live source.
+    @staticmethod
+    def values(listing: Listing, dtypes: Mapping[str, torch.dtype], rename: Renamer) -> Listing:
+        """Return a source, by its own keys, with tensors in place of the library's stored forms,
+        and without the `quantization` that this handles.
+
+        Args:
+            listing: a stored source.
+            dtypes: name -> dtype of the tensor to fill; empty if all must be floating-point.
+            rename: maps the source's keys to these names.
 
         Raises:
             LoadError: a stored form lacks a part, or its parts do not match.
@@ -199,6 +201,23 @@ class Dialect:
 def dialects_of(case: Case) -> list[Dialect]:
     """Return the dialects that apply to a case, in the order in which they are asked."""
     return [kind(case) for kind in case.classes if kind.applies(case)]
+
+
+def with_values(
+    listing: Listing,
+    classes: Iterable[type[Dialect]],
+    dtypes: Mapping[str, torch.dtype],
+    rename: Renamer = lambda key: key,
+) -> Listing:
+    """Return a source with the `values` of all dialects; see there for arguments and errors."""
+    for kind in classes:
+        listing = kind.values(listing, dtypes, rename)
+    return listing
+
+
+def dtypes_of(tensors: Iterable[ModelTensor]) -> dict[str, torch.dtype]:
+    """Map all names of the tensors that a checkpoint has for a model to their dtypes."""
+    return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}
 
 
 def match_of_rules(tensors: list[ModelTensor], initialize: list[int]) -> ModelMatch:

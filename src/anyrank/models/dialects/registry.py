@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from anyrank.models.dialects.dialect import Dialect
+from collections.abc import Mapping
+
+import torch
+
+from anyrank.files.listing import Listing
+from anyrank.models.dialects.dialect import Dialect, with_values
 from anyrank.models.dialects.frozen.dialect import FrozenParts
 from anyrank.models.dialects.layouts.dialect import GivenLayouts
 from anyrank.models.dialects.peft.dialect import Adapters
@@ -18,3 +23,20 @@ DIALECTS: list[type[Dialect]] = [
     GivenLayouts,
     Adapters,
 ]
+
+
+def values_without_model(
+    listing: Listing, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Listing:
+    """Return a stored source with weights in place of what libraries store in a different form.
+
+    A source that no dialect can read as weights keeps its `quantization`; see `check_method`.
+
+    Args:
+        listing: the source.
+        dtypes: name -> dtype in which a tensor is needed; by default all must be floating-point.
+
+    Raises:
+        LoadError: a stored form lacks a part, or its parts do not match.
+    """
+    return with_values(listing, DIALECTS, dtypes or {})

@@ -14,7 +14,8 @@ from anyrank.files.block_sums import BlockDigester, BlockSums, sums_name
 from anyrank.files.listing import Listing
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.storage import join_path, write_file
-from anyrank.models.dialects.transformers.dequantize import check_method, dequantized
+from anyrank.models.dialects.registry import values_without_model
+from anyrank.models.dialects.transformers.dequantize import check_method
 from anyrank.sources.source import Source, list_source
 from anyrank.tensors.names import is_of_adapter, is_own_factor
 from anyrank.tensors.spec import dtype_name
@@ -41,8 +42,8 @@ def convert_stored(
     target = destination(dst, _paths(src), options.is_file(dst), options.overwrite)
     listing = list_source(src)
     if options.cast_dtype is not None:
+        listing = values_without_model(listing)
         check_method(listing)
-        listing = dequantized(listing, {})
     selection = _selected(listing, options, model)
     small: dict[str, bytes] = {}
     if options.format.has_configuration and not target.is_file:
@@ -89,8 +90,7 @@ def convert_listing(
         _stem(listing, selection),
         options.shard_bytes,
         listing.metadata,
-        # Cast weights are dequantized. Others still need the block size in the configuration.
-        {} if options.cast_dtype is not None else listing.quantization,
+        listing.quantization,
     )
     output = options.format.plan(contents)
     output = replace(output, small={**(small or {}), **output.small})

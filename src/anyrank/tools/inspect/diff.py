@@ -20,7 +20,7 @@ from anyrank.files.manifest import MANIFEST, Manifest, read_manifest
 from anyrank.files.progress import progress_of_tool
 from anyrank.files.reader import Reader
 from anyrank.files.storage import join_path, storage_for
-from anyrank.models.dialects.transformers.dequantize import dequantized
+from anyrank.models.dialects.registry import values_without_model
 from anyrank.models.dialects.transformers.quantized import BLOCK_SIZE
 from anyrank.sources.rank_index import RankIndex
 from anyrank.sources.readers.folders import RUN, looks_like
@@ -250,8 +250,8 @@ def diff(a: Source, b: Source, *, ignore: str | Sequence[str] = ()) -> DiffRepor
     # With different block sizes, the same numbers and scales are different weights.
     sizes = [q[BLOCK_SIZE] for q in (in_a.quantization, in_b.quantization) if BLOCK_SIZE in q]
     is_other = len(sizes) == 2 and sizes[0] != sizes[1]
-    wide_a = dequantized(in_a, {} if is_other else _dtypes(in_b))
-    wide_b = dequantized(in_b, {} if is_other else _dtypes(in_a))
+    wide_a = values_without_model(in_a, {} if is_other else _dtypes(in_b))
+    wide_b = values_without_model(in_b, {} if is_other else _dtypes(in_a))
     report = _diff(name_of(a), name_of(b), wide_a, wide_b, ignored)
     parts = Counter(_part_of(name) for name in beside if not ignored(name))
     return replace(report, not_compared=dict(parts))

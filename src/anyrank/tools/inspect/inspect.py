@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from anyrank.errors import LoadError
 from anyrank.files.listing import Listing, ties_of
+from anyrank.models.dialects.registry import values_without_model
 from anyrank.models.dialects.transformers.dequantize import (
     packed_in_words,
     packed_weights,
     unknown_method,
 )
-from anyrank.models.dialects.transformers.quantized import pairs_of
 from anyrank.runs.resume.run_log import read_log
 from anyrank.runs.resume.run_time import RunTime, sum_up
 from anyrank.sources.readers.runs import steps_in
@@ -195,6 +196,7 @@ def inspect(source: Source) -> Inspection:
     """
     check_source(source)
     listing = list_source(source)
+    quantised, not_read = _quantised(listing)
     dtypes = _totals(listing)
     folder = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
     return Inspection(
@@ -206,19 +208,28 @@ def inspect(source: Source) -> Inspection:
         parameters=sum(total.elements for total in dtypes.values()),
         nbytes=listing.nbytes,
         metadata=listing.metadata,
-        skipped=[*listing.skipped_texts, *_not_read(listing)],
+        skipped=[*listing.skipped_texts, *not_read],
         tied=ties_of(listing.tensors),
-        quantised={pair.name: pair.method for pair in pairs_of(listing.tensors)},
+        quantised=quantised,
         steps=[] if folder is None else steps_in(folder),
         run_time=None if folder is None else sum_up(read_log(folder)),
     )
 
 
-def _not_read(listing: Listing) -> list[str]:
-    """Return why `load` does not dequantize the weights; empty if it does."""
-    packed = packed_weights(listing)
-    text = unknown_method(listing) or (packed_in_words(packed) if packed else None)
-    return [] if text is None else [text]
+def _quantised(listing: Listing) -> tuple[dict[str, str], list[str]]:
+    """Return the tensors that `load` dequantizes, and why it does not dequantize others."""
+    try:
+        weights = values_without_model(listing)
+    except LoadError as error:
+        return {}, [str(error)]
+    methods = {
+        name: weights.kind_of(stored)
+        for name, stored in weights.tensors.items()
+        if any(weights.files[chunk.file].computed is not None for chunk in stored.chunks)
+    }
+    packed = packed_weights(weights)
+    text = unknown_method(weights) or (packed_in_words(packed) if packed else None)
+    return methods, [] if text is None else [text]
 
 
 def name_of(source: Source) -> str:

@@ -9,10 +9,9 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, dialects_of
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, dtypes_of, with_values
 from anyrank.models.frozen_parts import frozen_info
-from anyrank.models.options import LoadOptions
-from anyrank.models.tensors import find_modules, in_state_dict, tensors_of
+from anyrank.models.tensors import find_tensors, in_state_dict
 from anyrank.sources.readers.joining import join
 from anyrank.tensors.names import match_keys
 from anyrank.wording import listed
@@ -80,10 +79,7 @@ def _matched(
     part: nn.Module, source: Listing, classes: Sequence[type[Dialect]]
 ) -> tuple[Listing, Mapping[int, str]]:
     """Return the contents of a part's own source, and the key of each tensor, by identity."""
-    modules = find_modules(part)
-    tensors = in_state_dict(tensors_of(modules))
-    case = Case(part, modules, tensors, source, LoadOptions(), classes=classes)
-    for dialect in dialects_of(case):
-        source = dialect.values(source)
+    tensors = in_state_dict(find_tensors(part))
+    source = with_values(source, classes, dtypes_of(tensors))
     keys = match_keys([t.all_names() for t in tensors], source.tensors, lambda key: key).keys
     return source, {id(tensors[n].tensor): key for n, key in keys.items()}

@@ -40,11 +40,10 @@ from anyrank.wording import count
 
 
 def dequantized(
-    listing: Listing,
-    dtypes: Mapping[str, torch.dtype],
-    rename: Callable[[str], str] = lambda key: key,
+    listing: Listing, dtypes: Mapping[str, torch.dtype], rename: Callable[[str], str]
 ) -> Listing:
     """Return the listing with float32 tensors in place of quantized ones, unless these are needed.
+    If its method is unknown, it is unchanged.
 
     The tensor of a pair `X_blocks`, `X_scales` is X. If it has three dims, the last two are
     swapped, because transformers stores stacked experts in that order. If the model has `X_blocks`
@@ -89,7 +88,7 @@ def dequantized(
                     "source, which is quantized with fp8 according to its config.json. Without "
                     "the scale, the values are wrong; download the source again."
                 )
-    return replace(listing, tensors=tensors, files=tuple(files))
+    return replace(listing, tensors=tensors, files=tuple(files), quantization={})
 
 
 def _computed(pair: Pair, quantized: Quantized, number: int, *, swapped: bool) -> StoredTensor:

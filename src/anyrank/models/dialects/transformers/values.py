@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import torch
 
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, Renamer
 from anyrank.models.dialects.transformers.dequantize import (
     dequantized,
     packed_in_words,
@@ -25,14 +27,12 @@ class QuantizedValues(Dialect):
     @staticmethod
     def applies(case: Case) -> bool:
         """Return whether a source is quantized by its config.json, or has small numbers."""
-        return any(
-            source.quantization or any(map(may_be_scaled, source.tensors.values()))
-            for source in (case.source, *case.parts.values())
-        )
+        return any(map(_may_be_quantized, (case.source, *case.parts.values())))
 
-    def values(self, listing: Listing) -> Listing:
-        """Return the source with float32 tensors in place of quantized ones, where needed."""
-        return dequantized(listing, self.case.dtypes, self.case.rename)
+    @staticmethod
+    def values(listing: Listing, dtypes: Mapping[str, torch.dtype], rename: Renamer) -> Listing:
+        """Return a source with float32 tensors in place of quantized ones, where needed."""
+        return dequantized(listing, dtypes, rename) if _may_be_quantized(listing) else listing
 
     def problems(self, match: ModelMatch) -> list[str]:
         """Return the error texts for small numbers that would be mistaken for weights."""
@@ -58,6 +58,11 @@ class QuantizedValues(Dialect):
         if lost and (match.missing or not used.isdisjoint(lost)):
             return [packed_in_words(lost)]
         return without_scales(match.listing, wide, is_left)[:SHOWN]
+
+
+def _may_be_quantized(listing: Listing) -> bool:
+    """Return whether a source is quantized by its config.json, or has small numbers."""
+    return bool(listing.quantization) or any(map(may_be_scaled, listing.tensors.values()))
 
 
 def _names_at(listing: Listing, wanted: Iterable[StoredTensor]) -> set[str]:
