@@ -115,7 +115,7 @@ class StepIndex:
 def index_of(
     tensors: Sequence[ShardedTensor],
     plan: WritePlan,
-    by_first_alone: Sequence[ShardedTensor] = (),
+    identical: Sequence[ShardedTensor] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> StepIndex:
     """Make the index of a step.
@@ -123,16 +123,16 @@ def index_of(
     Args:
         tensors: tensors of the plan.
         plan: plan of who writes what of them.
-        by_first_alone: further tensors, which only the first rank writes.
+        identical: further tensors, which are identical on every rank; only the first writes them.
         aliases: other name of a tied tensor -> the name under which it is saved.
     """
     rows: list[IndexedTensor] = []
     for number, tensor in enumerate(tensors):
         spread = plan.tensors[number].spread
-        is_on_mesh = spread.axes and 0 not in tensor.shape
+        is_on_mesh = spread.axes != () and 0 not in tensor.shape
         where = spread if is_on_mesh else tuple(plan.writers(number))
         rows.append(IndexedTensor(tensor.name, tensor.shape, tensor.dtype, where))
-    rows += [IndexedTensor(t.name, t.shape, t.dtype, (0,)) for t in by_first_alone]
+    rows += [IndexedTensor(t.name, t.shape, t.dtype, (0,)) for t in identical]
     return StepIndex(rows, aliases or {})
 
 

@@ -18,7 +18,7 @@ from anyrank.models.spreads import spreads_of
 from anyrank.runs.saving.compare import StateSummary, check_same, summarize
 from anyrank.runs.saving.rank_file import Item, make_items, make_own_items
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
-from anyrank.runs.state.replicas import find_alike, find_differing_replicas
+from anyrank.runs.state.replicas import find_differing_replicas, find_identical
 from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.step_index import StepIndex, index_of
 from anyrank.tensors.sharded_tensor import ShardedTensor
@@ -139,7 +139,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     # Before the replicas: tensors that differ in name or layout have no replicas.
     coordinates = check_same(state, parts, summary, ranks)
     records = _build_records(parts, summary)
-    _note_alike(state, parts, records, ranks)
+    _note_identical(state, parts, records, ranks)
     spreads = spreads_of(shared_tensors(parts), coordinates)
     differed = find_differing_replicas(parts, spreads, saves, state.step, ranks)
     # All use the first rank's count, so that they compare the same ninth in the next save.
@@ -161,11 +161,12 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     )
     tensors = shared_tensors(parts)
     plan = plan_writes(tensors, spreads, ranks.size)
-    own_tensors, alike = _own_tensors(parts, records, ranks)
+    own_tensors, identical = _split_own(parts, records)
+    identical = identical if ranks.index == 0 else []  # which writes them for all
     aliases = {k: name for saved in parts.values() for k, name in saved.aliases.items()}
-    index = index_of(tensors, plan, alike, aliases)
+    index = index_of(tensors, plan, identical, aliases)
     items = make_items(tensors, plan.writes_of(ranks.index))
-    items += make_own_items(own_tensors, index.numbers)
+    items += make_own_items([*own_tensors, *identical], index.numbers)
     own_trees = {part: parts[part].record["tree"] for part in records if "by_rank" in records[part]}
     # A single rank shares nothing with others, and restores its own values.
     alike_generators = summary.generators.keys() if ranks.size > 1 else set[str]()
@@ -182,7 +183,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     )
 
 
-def _note_alike(
+def _note_identical(
     state: TrainState, parts: Mapping[str, PartState], records: dict[str, Any], ranks: Ranks
 ) -> None:
     """Record unsharded optimizer state that is identical on every rank, beside shards of
@@ -190,12 +191,12 @@ def _note_alike(
     Collective.
     """
     inner = state.parts
-    inner.alike = find_alike(parts, inner.alike, ranks)
-    for part, names in inner.alike.items():
+    inner.identical = find_identical(parts, inner.identical, ranks)
+    for part, names in inner.identical.items():
         records[part] = {**records[part], "alike": names}
     for part, saved in parts.items():
         names = [_base_name(tensor) for tensor in saved.own_tensors if saved.agreement == "equal"]
-        own_names = [name for name in names if name not in inner.alike.get(part, ())]
+        own_names = [name for name in names if name not in inner.identical.get(part, ())]
         key = f"{part} own"
         if own_names and ranks.index == 0 and ranks.size > 1 and key not in inner.warned:
             inner.warned.add(key)
@@ -221,23 +222,25 @@ def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
     return RankCoords(ranks.index, ranks.size, *data)
 
 
-def _own_tensors(
-    parts: Mapping[str, PartState], records: Mapping[str, Any], ranks: Ranks
+def _split_own(
+    parts: Mapping[str, PartState], records: Mapping[str, Any]
 ) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """List the tensors that this rank writes whole, and those of them that are identical on every
-    rank, which only the first rank writes.
+    """Split the plain tensors of this rank into those of each rank, and those that are identical on
+    every rank.
     """
     own_tensors: list[ShardedTensor] = []
-    alike: list[ShardedTensor] = []
+    identical: list[ShardedTensor] = []
     for part, saved in parts.items():
-        names = records[part].get("alike", ())
+        record = records[part]
         for tensor in saved.own_tensors:
-            is_alike = saved.agreement != "equal" or _base_name(tensor) in names
-            if "by_rank" in records[part] or not is_alike:
-                own_tensors.append(tensor)
-            elif ranks.index == 0:
-                alike.append(tensor)
-    return [*own_tensors, *alike], alike
+            # An optimizer's were compared one by one, those of other parts with their record.
+            is_identical = (
+                _base_name(tensor) in record.get("alike", ())
+                if saved.agreement == "equal"
+                else "by_rank" not in record
+            )
+            (identical if is_identical else own_tensors).append(tensor)
+    return own_tensors, identical
 
 
 def _build_records(parts: Mapping[str, PartState], summary: StateSummary) -> dict[str, Any]:

@@ -306,7 +306,7 @@ class _StateAllocator:
 
     Args:
         source, matched, optimizer, rank: as for `match_optimizer`.
-        alike: names of tensors that were identical and whole on every rank, beside shards of
+        identical: names of tensors that were identical and whole on every rank, beside shards of
             parameters.
 
     Attributes:
@@ -319,10 +319,10 @@ class _StateAllocator:
         matched: PartMatch,
         optimizer: Optimizer,
         rank: int,
-        alike: Collection[str],
+        identical: Collection[str],
     ) -> None:
         self.source, self.matched, self.rank = source, matched, rank
-        self.alike = frozenset(alike)
+        self.identical = frozenset(identical)
         self.state = optimizer.state
         self.tensors: list[ShardedTensor] = []
         self.counts_on_device = {
@@ -348,8 +348,8 @@ class _StateAllocator:
     ) -> torch.Tensor:
         """Allocate one tensor; if it cannot be placed, add that to the part's problems."""
         ((kind, (where, layout)),) = entry.items()
-        is_alike, by_rank = where in self.alike, kind == "~rank"
-        is_own = by_rank and not is_alike
+        is_identical, by_rank = where in self.identical, kind == "~rank"
+        is_own = by_rank and not is_identical
         # The first rank has written what was identical on every rank.
         key = own_name(where, self.rank if is_own else 0) if by_rank else where
         stored = self.source.listing.tensors.get(key)
@@ -371,7 +371,7 @@ class _StateAllocator:
             elif (
                 parameter is not None
                 and not is_own
-                and not (is_alike or (current is not None and current.shape == stored.shape))
+                and not (is_identical or (current is not None and current.shape == stored.shape))
             ):
                 placement = _by_parameter(parameter, kind, stored.shape, where, layout)
         except _Unplaced as error:

@@ -80,7 +80,7 @@ def find_differing_replicas(
     return sorted(differing)
 
 
-def find_alike(
+def find_identical(
     parts: Mapping[str, PartState], known: Mapping[str, Collection[str]], ranks: Ranks
 ) -> dict[str, list[str]]:
     """Find the unsharded optimizer state that is identical on every rank, by part. Collective.
@@ -97,7 +97,7 @@ def find_alike(
             unsharded parameter does not show it.
         ranks: ranks that save together.
     """
-    alike = {
+    identical = {
         part: sorted({tensor.name for tensor in parts[part].tensors}.intersection(names))
         for part, names in known.items()
         if part in parts
@@ -112,8 +112,8 @@ def find_alike(
         wrong = differing_replicas(named, ranks, _digests_with_shapes)
         for part, saved in beside.items():
             names = [name for name in saved.beside_shards if name not in wrong]
-            alike[part] = sorted({*alike.get(part, ()), *names})
-    return {part: names for part, names in alike.items() if names}
+            identical[part] = sorted({*identical.get(part, ()), *names})
+    return {part: names for part, names in identical.items() if names}
 
 
 def _digests_with_shapes(tensors: Iterable[ShardedTensor]) -> list[str]:

@@ -47,7 +47,7 @@ class RunParts:
         settings: settings of the parts, as the script made them.
         warned: optimizers for which the log already says that attributes are not saved, or that
             tensors are saved by rank.
-        alike: optimizer -> its unsharded state that is identical on every rank.
+        identical: optimizer -> its unsharded state that is identical on every rank.
         unusable: why the values belong to no step, or None.
         saves: number of saves of the state in this process whose replicas were compared.
         samples_before: samples of the run that none of its ElasticLoaders counts, because they came
@@ -95,7 +95,7 @@ class RunParts:
         self.generators = dict(generators)
         self.settings = ScriptSettings(self.parts)
         self.warned: set[str] = set()
-        self.alike: dict[str, list[str]] = {}
+        self.identical: dict[str, list[str]] = {}
         self.unusable: str | None = None
         self.saves = self.samples_before = 0
         self.generators_before = self.digests_of_generators()
@@ -238,7 +238,7 @@ class RunParts:
                     matched[part].problems = wrong or matched[part].problems
             elif isinstance(value, Optimizer):
                 matched[part] = match_optimizer(part, value, record, source, names, rank)
-                self._remember_alike(part, matched[part], record)
+                self._remember_identical(part, matched[part], record)
         # Schedulers come last: they depend on the groups that the optimizers have matched.
         groups, parameters = self._groups_of(matched), LikeParameters(names.values())
         for part in [part for part in records if part not in matched]:
@@ -254,14 +254,14 @@ class RunParts:
             self._check_data(matched["data"], source.ranks)
         return matched
 
-    def _remember_alike(self, part: str, matched: PartMatch, record: Any) -> None:
+    def _remember_identical(self, part: str, matched: PartMatch, record: Any) -> None:
         """Keep for later saves what was identical on the ranks: unsharded state does not show
         it."""
         commit = matched.commit
 
         def commit_all() -> None:
             commit()
-            self.alike[part] = [*record.get("alike", ())]
+            self.identical[part] = [*record.get("alike", ())]
 
         matched.commit = commit_all
 
