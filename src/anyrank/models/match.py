@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -79,9 +79,9 @@ def match_model(
     case = Case(model, modules, tensors, weights, options, parts or {}, DIALECTS)
     dialects = dialects_of(case)
     names = _match_names(case, dialects, listing)
-    match, absent = _fill(case, dialects, names)
+    match = _fill(case, dialects, names)
     _check_packed(packed, names, match, options)
-    problems = _problems(case, dialects, match, absent)
+    problems = _problems(case, dialects, match)
     if problems:
         raise LoadError(join_problems(match.listing, problems))
     return match
@@ -167,7 +167,7 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
     return _Names(listing, rename, positions, matched, idle)
 
 
-def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[ModelMatch, list[int]]:
+def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> ModelMatch:
     """Determine what fills each tensor, which keys are left over, and which tensors lack bytes.
 
     Raises:
@@ -203,8 +203,8 @@ def _fill(case: Case, dialects: Sequence[Dialect], names: _Names) -> tuple[Model
     twins = {twin for twin, first in match.twins.items() if first in match.stored}
     empty = {positions[n] for n in matched.missing}.difference(match.stored, match.compared, twins)
     # A live source need not have a part that is never written to.
-    missing = [i for i in sorted(empty) if not (case.is_live and case.tensors[i].is_pinned)]
-    return _with_missing(match, missing, case.options)
+    empty = {i for i in empty if not (case.is_live and case.tensors[i].is_pinned)}
+    return _without_bytes(match, sorted(empty), case.options)
 
 
 def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
@@ -242,38 +242,33 @@ def _with_twins(match: ModelMatch, keys: Mapping[int, str]) -> ModelMatch:
     )
 
 
-def _problems(
-    case: Case, dialects: Sequence[Dialect], match: ModelMatch, absent: list[int]
-) -> list[str]:
+def _problems(case: Case, dialects: Sequence[Dialect], match: ModelMatch) -> list[str]:
     """Return all problems of a match, each with its way out."""
     # Problems with tensors in the source come before missing ones, whose ways out would give up
     # weights. Adapters are checked when it is known what fills their base.
     problems = [line for dialect in dialects for line in dialect.problems(match)]
-    problems += _unread(match.listing, case.tensors, absent, case.rename)
-    problems += _misfits(match, absent, case.options)
+    problems += _unread(match, case.rename)
+    problems += _misfits(match, case.options)
     problems += parametrized(case.tensors[i] for i in match.initialize)
     problems += shared_on_meta(case.tensors)
     # Initialization rules run only if the match has no other problem.
     return problems or without_rule(case.model, match)
 
 
-def _with_missing(
-    match: ModelMatch, missing: list[int], options: LoadOptions
-) -> tuple[ModelMatch, list[int]]:
-    """Return the match with the outcome of tensors without bytes, and those that need bytes."""
+def _without_bytes(match: ModelMatch, empty: list[int], options: LoadOptions) -> ModelMatch:
+    """Return the match with the outcome of its tensors that are `empty`: without bytes."""
     tensors = match.tensors
-    is_adapter = bool(missing) and _is_of_adapter_alone(match)
-    # A base checkpoint has no adapters, so they are not missing; on meta they need initial values.
+    is_adapter = bool(empty) and _is_of_adapter_alone(match)
+    # A base checkpoint has no adapters, so they are not absent; on meta they need initial values.
     # The file of an adapter does not have the base, which stays as it is.
     needs_no_key = {
-        i for i in missing if tensors[i].adapter or (is_adapter and not tensors[i].is_meta)
+        i for i in empty if tensors[i].adapter or (is_adapter and not tensors[i].is_meta)
     }
-    absent = [i for i in missing if i not in needs_no_key]
+    absent = [i for i in empty if i not in needs_no_key]
     init = options.missing == "init"
-    initialize = [i for i in missing if tensors[i].is_meta or (init and i not in needs_no_key)]
-    keep = sorted(set(missing).difference(initialize))
-    names = [tensors[i].name for i in absent]
-    return replace(match, initialize=initialize, keep=keep, missing=names), absent
+    initialize = [i for i in empty if tensors[i].is_meta or (init and i not in needs_no_key)]
+    keep = sorted(set(empty).difference(initialize))
+    return replace(match, initialize=initialize, keep=keep, absent=absent)
 
 
 def _is_of_adapter_alone(match: ModelMatch) -> bool:
@@ -310,15 +305,14 @@ def _tied_to(wanted: list[tuple[int, StoredTensor]], listing: Listing) -> set[st
     }
 
 
-def _unread(
-    listing: Listing, targets: list[ModelTensor], absent: list[int], rename: Callable[[str], str]
-) -> list[str]:
-    """Report missing tensors for which the source has a value that is not read.
+def _unread(match: ModelMatch, rename: Renamer) -> list[str]:
+    """Report absent tensors for which the source has a value that is not read.
 
     Otherwise initial values would replace weights that exist.
     """
-    names = {name for index in absent for name in targets[index].flat_names()}
-    # A list or dict may hold a missing tensor below its name.
+    listing = match.listing
+    names = {name for index in match.absent for name in match.tensors[index].flat_names()}
+    # A list or dict may hold an absent tensor below its name.
     wanted = {name[:end] for name in names for end in (*_dots(name), len(name))}
     not_tensors = {key: what for key, what in listing.skipped.items() if what == NOT_A_TENSOR}
     unread = not_tensors | listing.unreadable
@@ -334,13 +328,12 @@ def _dots(name: str) -> list[int]:
     return [position for position, letter in enumerate(name) if letter == "."]
 
 
-def _misfits(match: ModelMatch, absent: list[int], options: LoadOptions) -> list[str]:
+def _misfits(match: ModelMatch, options: LoadOptions) -> list[str]:
     """Return all problems with names, shapes and dtypes, with the ways out."""
     tensors = match.tensors
-    # A fresh tensor may be missing, because it keeps its value; but a meta tensor has no value.
-    unfilled = [
-        tensors[i] for i in absent if tensors[i].is_meta or not options.is_fresh(tensors[i].name)
-    ]
+    # A fresh tensor may be absent, because it keeps its value; but a meta tensor has no value.
+    absent = [tensors[i] for i in match.absent]
+    unfilled = [t for t in absent if t.is_meta or not options.is_fresh(t.name)]
     lacks_any = {
         "error": bool(unfilled),
         "keep": any(tensor.is_meta for tensor in unfilled),

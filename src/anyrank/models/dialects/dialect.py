@@ -87,7 +87,7 @@ class ModelMatch:
         compared: tensor of a frozen part -> bytes that its values must match in the end.
         initialize: tensors that a rule fills.
         keep: missing tensors that keep their values.
-        missing: names of the tensors that the source does not have, except those of adapters.
+        absent: tensors that the source should have, but does not.
         twins: tensors with the memory of an earlier one, which get their values with that.
         unexpected: keys of the source that the model does not need.
         duplicates: other keys of a tied tensor -> the key that is loaded.
@@ -104,7 +104,7 @@ class ModelMatch:
     compared: dict[int, StoredTensor] = field(default_factory=dict[int, StoredTensor])
     initialize: list[int] = field(default_factory=list[int])
     keep: list[int] = field(default_factory=list[int])
-    missing: list[str] = field(default_factory=list[str])
+    absent: list[int] = field(default_factory=list[int])
     twins: dict[int, int] = field(default_factory=dict[int, int])
     unexpected: list[str] = field(default_factory=list[str])
     duplicates: dict[str, str] = field(default_factory=dict[str, str])
@@ -117,6 +117,11 @@ class ModelMatch:
     def with_tensors(self, tensors: list[ModelTensor]) -> ModelMatch:
         """Return the match for a model with the same tensors, or without tensors."""
         return replace(self, tensors=tensors)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the `absent` tensors, for reports."""
+        return [self.tensors[index].name for index in self.absent]
 
     @property
     def wanted(self) -> list[tuple[int, StoredTensor]]:
