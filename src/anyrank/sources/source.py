@@ -16,7 +16,7 @@ from anyrank.sources.endings import META_PART, OF_META
 from anyrank.sources.locate import locate_all
 from anyrank.sources.readers import dcp, huggingface, runs
 from anyrank.sources.readers.config_json import CONFIG, with_quantization
-from anyrank.sources.readers.folders import DCP, RUN, WEIGHTS, format_of_folder, is_run_of_tool
+from anyrank.sources.readers.folders import DCP, RUN, WEIGHTS, format_of_folder
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
 from anyrank.sources.weight_files import list_file
@@ -56,7 +56,8 @@ def check_source(source: object) -> None:
         raise WrongValue(f"source= is {what}; pass a path, a list of paths or a dict of tensors")
 
 
-# Functions that list the weights in a folder, by its kind in LISTED_BY_READERS.
+# Functions that list the weights in a folder, by its kind in FOLDERS of `readers/folders.py`. Other
+# kinds are runs of other tools.
 LISTERS: dict[str, Callable[[Storage, str], Listing]] = {
     RUN: runs.list_folder,
     DCP: dcp.list_folder,
@@ -119,7 +120,7 @@ def _list_path(path: str) -> Listing:
 def _list_folder(storage: Storage, path: str) -> Listing:
     """List the weights in a folder of any kind."""
     name = format_of_folder(storage.names(path))
-    if not is_run_of_tool(name):
+    if name in LISTERS:
         return LISTERS[name](storage, path)
     from anyrank.sources.foreign.read import list_weights
 

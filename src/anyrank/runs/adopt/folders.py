@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from anyrank.files.manifest import MANIFEST
 from anyrank.files.storage import Storage, join_path
 from anyrank.sources.endings import ENDINGS, format_of
-from anyrank.sources.readers.folders import checkpoint_among, is_of_tool
+from anyrank.sources.readers.folders import checkpoint_among, is_foreign_checkpoint
 from anyrank.sources.run_step import INDEX, list_steps
 
 MAX_FOLDERS = 200  # maximum number of folders to list; in an object store each costs a request
@@ -42,9 +42,9 @@ def find_other_content(storage: Storage, path: str, own_names: re.Pattern[str]) 
     if MANIFEST in names:
         return "is a step of a run. Pass the run's folder."
     sign = None if _has_run_files(names) else checkpoint_among(names)
-    if sign is not None and not is_of_tool(names) and format_of(sign) == "torch":
+    if sign is not None and not is_foreign_checkpoint(names) and format_of(sign) == "torch":
         return _tool_message(join_path(path, sign), sign)
-    if sign is not None or is_of_tool(names) or MEGATRON in names:
+    if sign is not None or is_foreign_checkpoint(names) or MEGATRON in names:
         return _tool_message(path, sign or "recognized by the names in it")
     folders = [name for name, is_dir in entries.items() if is_dir and name[0] != "."]
     folders = [name for name in folders if not own_names.match(name)]
@@ -66,10 +66,14 @@ def _find_in_subfolder(storage: Storage, folder: str) -> str | None:
     if _has_run_files(names):
         return None  # a step without its manifest, or a renamed one
     weights = sorted(name for name in names if _is_weights(name))
-    if weights and checkpoint_among(names) and not is_of_tool(names):
+    if weights and checkpoint_among(names) and not is_foreign_checkpoint(names):
         is_torch = format_of(weights[0]) == "torch"
         return _tool_message(join_path(folder, weights[0]) if is_torch else folder, weights[0])
-    return _tool_message(folder, "recognized by the names in it") if is_of_tool(names) else None
+    return (
+        _tool_message(folder, "recognized by the names in it")
+        if is_foreign_checkpoint(names)
+        else None
+    )
 
 
 def _is_weights(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.fingerprints import with_fingerprints
@@ -15,22 +15,46 @@ from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.readers.folders import format_of_folder
 from anyrank.sources.weight_files import format_of_file
 
-# Readers of the folders of tools, by name in FOLDERS of `readers/folders.py`.
-RUNS: dict[str, Callable[[Storage, str], ForeignCheckpoint]] = {
-    "trainer": accelerate.read,
-    "accelerate": accelerate.read,
-    "deepspeed": deepspeed.read,
-    "torch_checkpointing": per_rank.read_torch_checkpointing,
-    "dcp": scripts.read_dcp,
+Reader = Callable[[Storage, str], ForeignCheckpoint]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """How the folders of a tool are read.
+
+    Attributes:
+        read: reads the whole checkpoint; None if the folders are only recognized.
+        list_weights: lists only the weights; by default those that `read` finds.
+        way_out: for folders that are not read: what they are, and how to convert them.
+    """
+
+    read: Reader | None = None
+    list_weights: Callable[[Storage, str], Listing] | None = None
+    way_out: str = ""
+
+    def reader(self, folder: str) -> Reader:
+        """Return `read`; raise LoadError for a folder that is not read."""
+        if self.read is None:
+            raise LoadError(f"{folder}: is {self.way_out}, and pass that folder.")
+        return self.read
+
+
+# By name in FOLDERS of `readers/folders.py`; the weights of "dcp" are listed by `readers/dcp.py`.
+TOOLS = {
+    "trainer": Tool(accelerate.read, accelerate.list_folder),
+    "accelerate": Tool(accelerate.read, accelerate.list_folder),
+    "deepspeed": Tool(deepspeed.read, accelerate.list_folder),
+    "torch_checkpointing": Tool(per_rank.read_torch_checkpointing),
+    "dcp": Tool(scripts.read_dcp),
+    "verl": Tool(
+        way_out="saved by verl's FSDP workers, with one file per rank. Merge the files into a "
+        "Hugging Face folder with verl (python -m verl.model_merger merge --backend fsdp)"
+    ),
+    "megatron": Tool(
+        way_out="a torch_dist checkpoint of Megatron. Convert it into a Hugging Face folder with "
+        "Megatron's tools (Megatron Bridge, or tools/checkpoint/convert.py)"
+    ),
 }
-# Tools whose folders are recognized but not read -> how to convert them.
-NOT_READ = {
-    "verl": "saved by verl's FSDP workers, with one file per rank. Merge the files into a Hugging "
-    "Face folder with verl (python -m verl.model_merger merge --backend fsdp)",
-    "megatron": "a torch_dist checkpoint of Megatron. Convert it into a Hugging Face folder with "
-    "Megatron's tools (Megatron Bridge, or tools/checkpoint/convert.py)",
-}
-WITH_A_LISTING = ("trainer", "accelerate", "deepspeed")  # only their weights are listed
 
 
 def list_weights(name: str, storage: Storage, folder: str) -> Listing:
@@ -39,11 +63,10 @@ def list_weights(name: str, storage: Storage, folder: str) -> Listing:
     Raises:
         LoadError, UnsafeFile: as for its reader.
     """
-    if name in NOT_READ:
-        raise LoadError(f"{folder}: is {NOT_READ[name]}, and pass that folder.")
-    if name in WITH_A_LISTING:
-        return accelerate.list_folder(storage, folder)
-    return RUNS[name](storage, folder).model("model")
+    tool = TOOLS[name]
+    if tool.list_weights is not None:
+        return tool.list_weights(storage, folder)
+    return tool.reader(folder)(storage, folder).model("model")
 
 
 def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
@@ -68,14 +91,11 @@ def read_foreign(path: str, far: bool = False) -> ForeignCheckpoint:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
-def _reader(storage: Storage, path: str) -> Callable[[Storage, str], ForeignCheckpoint]:
+def _reader(storage: Storage, path: str) -> Reader:
     if storage.is_dir(path):
         names = storage.names(path)
-        name = format_of_folder(names)
-        if name in RUNS:
-            return RUNS[name]
-        if name in NOT_READ:
-            raise CheckpointError(f"{path}: is {NOT_READ[name]}, and pass that folder.")
+        if (tool := TOOLS.get(format_of_folder(names))) is not None:
+            return tool.reader(path)
         shown = ", ".join(names[:20]) or "nothing"
         raise CheckpointError(
             f"{path}: is not a checkpoint of a supported tool; the folder contains {shown}. To "

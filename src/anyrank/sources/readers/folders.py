@@ -1,8 +1,7 @@
 """Recognizes the format of a folder by the names of its entries.
 
-A new format of folders needs a row of FOLDERS and of LISTED_BY_READERS here, and one of LISTERS in
-`sources/source.py`; another tool's run needs a row of FOLDERS here, and one of RUNS in
-`sources/foreign/read.py`.
+A new format of folders needs a row of FOLDERS here, and one of LISTERS in `sources/source.py`;
+another tool's run needs a row of FOLDERS here, and one of TOOLS in `sources/foreign/read.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from anyrank.sources.run_step import ASIDE, METADATA
 
 # Writer of folders -> rows of patterns. A folder is of a kind if, for one of its rows, every
 # pattern matches an entry. Kinds are tried in this order, and the empty row of WEIGHTS matches
-# every folder. `sources/readers` lists the weights of LISTED_BY_READERS; `sources/foreign/read.py`
-# reads the others, which are runs of other tools.
+# every folder.
 RUN, DCP, WEIGHTS = "anyrank", "dcp", "weights"
-LISTED_BY_READERS = (RUN, DCP, WEIGHTS)
 FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     RUN: ((re.escape(MANIFEST),), (STEP.pattern,), (re.escape(ASIDE) + ".*",)),
     "trainer": ((r"trainer_state\.json",),),
@@ -37,11 +34,6 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def is_run_of_tool(name: str) -> bool:
-    """Return whether a name in FOLDERS denotes runs of another tool."""
-    return name not in LISTED_BY_READERS
-
-
 def looks_like(name: str, names: Sequence[str]) -> bool:
     """Return whether a folder with these entries has the format with this name in FOLDERS."""
     return any(
@@ -55,8 +47,11 @@ def format_of_folder(names: Sequence[str]) -> str:
     return next(name for name in FOLDERS if looks_like(name, names))
 
 
-def is_of_tool(names: Sequence[str]) -> bool:
-    """Return whether a folder with these entries is a checkpoint of another tool's run."""
+def is_foreign_checkpoint(names: Sequence[str]) -> bool:
+    """Return whether a folder with these entries is a checkpoint that no run of anyrank wrote.
+
+    Folders of DCP are, even if `convert` wrote them.
+    """
     return format_of_folder(names) not in (RUN, WEIGHTS)
 
 

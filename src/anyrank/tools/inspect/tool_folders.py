@@ -8,8 +8,8 @@ from dataclasses import replace
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
 from anyrank.sources.foreign.read import read_foreign
-from anyrank.sources.readers.folders import format_of_folder, is_run_of_tool
-from anyrank.sources.source import Source
+from anyrank.sources.readers.folders import format_of_folder
+from anyrank.sources.source import LISTERS, Source
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -18,7 +18,7 @@ def is_tool_folder(source: Source) -> bool:
     if not isinstance(source, (str, os.PathLike)):
         return False
     storage, path = storage_for(os.fspath(source)), os.fspath(source)
-    return storage.is_dir(path) and is_run_of_tool(format_of_folder(storage.names(path)))
+    return storage.is_dir(path) and format_of_folder(storage.names(path)) not in LISTERS
 
 
 def with_optimizers(source: Source, weights: Listing) -> Listing:
