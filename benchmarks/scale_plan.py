@@ -47,7 +47,7 @@ def play(size: int, count: int, rank: int) -> None:
     from anyrank.sources.rank_index import Placed, RankIndex
     from anyrank.sources.step_index import index_of, parse
     from anyrank.sources.step_listing import StepLocator
-    from anyrank.sources.torch_zip import ALIGN, wrapped_bytes
+    from anyrank.sources.torch_zip import place_zip
     from anyrank.tensors.writes import plan_writes
 
     stack = contextlib.ExitStack()
@@ -80,9 +80,9 @@ def play(size: int, count: int, rank: int) -> None:
     def index_of_rank(writer: int) -> bytes:
         start, placed = 0, dict[int, list[Placed]]()
         for number, piece in plan.writes_of(writer):
-            before, after = wrapped_bytes(piece.box.sizes, torch.float32)
-            placed.setdefault(number, []).append(Placed(piece.box, start + before))
-            start += before + after + -(before + after) % ALIGN
+            span = place_zip(piece.box.sizes, torch.float32, start)
+            placed.setdefault(number, []).append(Placed(piece.box, span.payload))
+            start = span.next
         return RankIndex(placed, {}).to_bytes()
 
     plan, index, _ = timed("save: plan, items", plan_own)

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -69,10 +70,34 @@ def wrap(nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, 
 
 @lru_cache(maxsize=4096)
 def wrapped_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes before a row-major tensor's payload in its zip, and the bytes after it."""
+    """Return the bytes before a row-major tensor's payload in its zip, and those of the zip."""
     nbytes = torch.Size(sizes).numel() * dtype.itemsize
     head, tail = wrap(nbytes, sizes, dtype)
-    return len(head), nbytes + len(tail)
+    return len(head), len(head) + nbytes + len(tail)
+
+
+class ZipSpan(NamedTuple):
+    """The place of a tensor in a file of several, each in its own zip.
+
+    Attributes:
+        start: offset of its zip, a multiple of 64.
+        payload: offset of its bytes.
+        length: number of bytes of the zip.
+        next: offset of the next zip; the bytes up to it are zeros.
+    """
+
+    start: int
+    payload: int
+    length: int
+    next: int
+
+
+def place_zip(sizes: tuple[int, ...], dtype: torch.dtype, start: int) -> ZipSpan:
+    """Place a row-major tensor. Whoever writes such files, or knows what others have written, must
+    find the same places.
+    """
+    before, length = wrapped_bytes(sizes, dtype)
+    return ZipSpan(start, start + before, length, start + length + -length % ALIGN)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from anyrank.sources.dcp_seal import check_seal, plan_of, write_sealed
 from anyrank.sources.rank_index import Placed, RankIndex, read_indexes
 from anyrank.sources.run_step import METADATA
 from anyrank.sources.step_index import StepIndex
-from anyrank.sources.torch_zip import ALIGN, wrapped_bytes
+from anyrank.sources.torch_zip import place_zip, wrapped_bytes
 from anyrank.tensors.box import Box
 from anyrank.tensors.writes import WritePlan, cut_pieces
 
@@ -167,9 +167,9 @@ def _planned(plan: WritePlan, tensors: Sequence[DcpTensor], rank: int) -> Iterat
     """Yield the pieces that a rank has written by the plan."""
     start = 0
     for number, piece in plan.writes_of(rank):
-        length = sum(wrapped_bytes(piece.box.sizes, tensors[number].dtype))
-        yield DcpPiece(number, piece.box, start, length)
-        start += length + -length % ALIGN
+        span = place_zip(piece.box.sizes, tensors[number].dtype, start)
+        yield DcpPiece(number, piece.box, span.start, span.length)
+        start = span.next
 
 
 def _written(
@@ -179,5 +179,5 @@ def _written(
     own_placed = {numbers[name]: tensor.placed for name, tensor in index.own_tensors.items()}
     for number, placed in (*index.placed.items(), *own_placed.items()):
         for box, offset in placed:
-            before, after = wrapped_bytes(box.sizes, tensors[number].dtype)
-            yield DcpPiece(number, box, offset - before, before + after)
+            before, length = wrapped_bytes(box.sizes, tensors[number].dtype)
+            yield DcpPiece(number, box, offset - before, length)

@@ -21,7 +21,7 @@ from anyrank.files.storage import (
     write_file,
 )
 from anyrank.sources.rank_index import OwnTensor, Placed, RankIndex
-from anyrank.sources.torch_zip import ALIGN, wrap
+from anyrank.sources.torch_zip import place_zip, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.writes import PIECE_BYTES, Write
@@ -104,8 +104,7 @@ def write_share(
         output = _Output(store.create(path))
         try:
             for item in items:
-                start = output.size
-                index.add(item, start + output.put(item))
+                index.add(item, output.put(item))
             output.flush()
         except BaseException:
             output.sink.abandon()
@@ -148,18 +147,18 @@ class _Output:
         self.pending_bytes = 0
 
     def put(self, item: Item) -> int:
-        """Add a zip with an item; return the offset of the payload in it."""
+        """Add a zip with an item; return the offset of its payload."""
         payload = item.source.detach().cpu().contiguous()
+        span = place_zip(item.box.sizes, item.dtype, self.size)
         head, tail = wrap(payload.nbytes, item.box.sizes, item.dtype)
-        parts = [head, memory_of(payload), tail]
-        length = sum(map(len, parts))
-        self.parts += [*parts, bytes(-length % ALIGN)]
+        padding = bytes(span.next - span.start - span.length)
+        self.parts += [head, memory_of(payload), tail, padding]
         self.payloads.append(payload)
-        self.size += length + -length % ALIGN
-        self.pending_bytes += length
+        self.size = span.next
+        self.pending_bytes += span.length
         if self.pending_bytes >= PIECE_BYTES or len(self.parts) >= MAX_PARTS:
             self.flush()
-        return len(head)
+        return span.payload
 
     def flush(self) -> None:
         """Write the pending parts, in groups that stay in the cache after their checksum."""

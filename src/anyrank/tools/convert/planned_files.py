@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from anyrank.errors import LoadError
-from anyrank.sources import torch_zip
 from anyrank.sources.dcp_output import DcpPiece, DcpTensor, pickle_metadata
 from anyrank.sources.readers.config_json import CONFIG, QUANTIZATION
 from anyrank.sources.run_step import METADATA
 from anyrank.sources.safetensors import ALIGN, CODES, MAX_HEADER_BYTES, RESERVED, with_ties
-from anyrank.sources.torch_zip import TorchZip, tensor_opcodes, value_opcodes, wrap
+from anyrank.sources.torch_zip import TorchZip, place_zip, tensor_opcodes, value_opcodes, wrap
 from anyrank.tensors.box import Box
 from anyrank.tensors.writes import PIECE_BYTES
 from anyrank.tools.convert.output import (
@@ -164,12 +163,12 @@ def plan_dcp(contents: Contents) -> Output:
         for box in boxes:
             nbytes = box.numel * tensor.dtype.itemsize
             head, tail = wrap(nbytes, box.sizes, tensor.dtype)
-            start, length = position + len(head), len(head) + nbytes + len(tail)
-            pieces.append(DcpPiece(number, box, position, length))
-            padding = bytes(-length % torch_zip.ALIGN)
-            fixed += [(position, head), (start + nbytes, tail + padding)]
-            spans.append(FileSpan(tensor, box, start))
-            position += length + len(padding)
+            span = place_zip(box.sizes, tensor.dtype, position)
+            padding = bytes(span.next - span.start - span.length)
+            pieces.append(DcpPiece(number, box, span.start, span.length))
+            fixed += [(span.start, head), (span.payload + nbytes, tail + padding)]
+            spans.append(FileSpan(tensor, box, span.payload))
+            position = span.next
     file = OutputFile(DCP_DATA, position, tuple(fixed), tuple(spans))
     parts = pickle_metadata(described, [(DCP_DATA, pieces)], by_part=False)
     small = {METADATA: b"".join(parts)}
