@@ -27,7 +27,7 @@ from anyrank.models.first_values.buffers import without_rule
 from anyrank.models.first_values.parametrized import parametrized
 from anyrank.models.fits import find_misfit, unwritable
 from anyrank.models.frozen_parts import FrozenSource
-from anyrank.models.misfit_errors import describe, join_problems
+from anyrank.models.misfit_errors import join_problems, mismatch_lines
 from anyrank.models.options import LoadOptions
 from anyrank.models.overlaps import shared_on_meta, twins_of
 from anyrank.models.own_code import OwnCode
@@ -345,4 +345,4 @@ def _misfits(match: ModelMatch, options: LoadOptions) -> list[str]:
     misfits = [line for line in fits if line]
     if not (lacks_any or misfits or (match.unexpected and options.unexpected == "error")):
         return []
-    return describe(match, unfilled, misfits, options)
+    return mismatch_lines(match, unfilled, misfits, options)

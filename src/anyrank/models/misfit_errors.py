@@ -38,7 +38,7 @@ def _title(listing: Listing) -> str:
     return f"{where} ({listing.format}) does not match the model:"
 
 
-def describe(
+def mismatch_lines(
     match: ModelMatch, unfilled: Sequence[ModelTensor], misfits: list[str], options: LoadOptions
 ) -> list[str]:
     """Return the error texts for all problems with names, shapes and dtypes.
@@ -49,60 +49,83 @@ def describe(
         misfits: problems of the tensors that it has.
         options: the caller's options.
     """
-    listing, tensors, unexpected = match.listing, match.tensors, match.unexpected
+    names = [tensor.name for tensor in unfilled]
+    # Ways out that keep all weights come first, once.
+    keeping = _renaming(
+        {key: match.listing.tensors[key].shape for key in match.unexpected},
+        {tensor.name: tensor.shape for tensor in unfilled},
+    ) + _in_parts(match.unexpected, names)
+    lists_missing = options.missing == "error" and bool(names)
+    lines = _missing_lines(match, unfilled, options, keeping)
+    lines += _unexpected_lines(match, names, options, "" if lists_missing else keeping)
+    lines += misfits[:SHOWN]
+    if len(misfits) > SHOWN:
+        lines.append(f"and {count(len(misfits) - SHOWN, 'more mismatch', 'more mismatches')}")
+    # A resume has its own ways out.
+    return lines + (_resized_lines(match) if options.ways_out is WAYS_OUT else [])
+
+
+def _missing_lines(
+    match: ModelMatch, unfilled: Sequence[ModelTensor], options: LoadOptions, keeping: str
+) -> list[str]:
+    """Return the text for tensors that the source does not have; `keeping` are its ways out that
+    keep all weights.
+    """
     names = [tensor.name for tensor in unfilled]
     on_meta = [tensor.name for tensor in unfilled if tensor.is_meta]
-    lines: list[str] = []
-    # Ways out that keep all weights come first.
-    keeping = _renaming(
-        {key: listing.tensors[key].shape for key in unexpected},
-        {tensor.name: tensor.shape for tensor in unfilled},
-    ) + _in_parts(unexpected, names)
     if options.missing == "error" and names:
-        lines.append(
-            listed("missing from the source", names, Near(unexpected).hint)
+        return [
+            listed("missing from the source", names, Near(match.unexpected).hint)
             + keeping
             + _by_own_code(match, unfilled)
             + f"\n  Fix: {options.ways_out['missing']}"
-        )
-        keeping = ""
-    elif options.missing == "keep" and on_meta:
-        lines.append(
+        ]
+    if options.missing == "keep" and on_meta:
+        return [
             listed(
                 "missing from the source; these tensors are on meta, so missing='keep' has no "
                 "values to keep",
                 on_meta,
             )
             + "\n  Fix: pass missing='init'"
-        )
-    if options.unexpected == "error" and unexpected:
-        lines.append(
-            listed("unexpected in the source", unexpected, Near(names or _names(tensors)).hint)
-            + keeping
-            + (ADAPTERS if any(is_of_adapter(k) or ".lora_" in k for k in unexpected) else "")
-            + f"\n  Fix: {options.ways_out['unexpected']}"
-        )
-    lines += misfits[:SHOWN]
-    if len(misfits) > SHOWN:
-        lines.append(f"and {count(len(misfits) - SHOWN, 'more mismatch', 'more mismatches')}")
+        ]
+    return []
+
+
+def _unexpected_lines(
+    match: ModelMatch, unfilled: Sequence[str], options: LoadOptions, keeping: str
+) -> list[str]:
+    """Return the text for keys of the source that fill no tensor."""
+    unexpected = match.unexpected
+    if options.unexpected != "error" or not unexpected:
+        return []
+    has_adapter = any(is_of_adapter(key) or ".lora_" in key for key in unexpected)
+    return [
+        listed("unexpected in the source", unexpected, Near(unfilled or _names(match.tensors)).hint)
+        + keeping
+        + (ADAPTERS if has_adapter else "")
+        + f"\n  Fix: {options.ways_out['unexpected']}"
+    ]
+
+
+def _resized_lines(match: ModelMatch) -> list[str]:
+    """Return the way out for tensors that have a different size in the source."""
     # Packed numbers have different shapes than the weights that they stand for.
     resized = [
-        tensors[i].name
+        match.tensors[i].name
         for i, t in match.wanted
-        if t.shape != tensors[i].shape
-        and t.dtype.is_floating_point == tensors[i].dtype.is_floating_point
+        if t.shape != match.tensors[i].shape
+        and t.dtype.is_floating_point == match.tensors[i].dtype.is_floating_point
     ]
-    if not resized or options.ways_out is not WAYS_OUT:  # a resume has its own ways out
-        return lines
+    if not resized:
+        return []
     if len(resized) > RESIZED:
-        lines.append("  Fix: check that the source belongs to the configuration of this model")
-    else:
-        left_out = dict.fromkeys(resized, "")
-        lines.append(
-            "  Fix: build the model with the source's sizes; or, if a vocabulary or head size was "
-            f"changed on purpose, pass rename={left_out!r} and missing='init'"
-        )
-    return lines
+        return ["  Fix: check that the source belongs to the configuration of this model"]
+    left_out = dict.fromkeys(resized, "")
+    return [
+        "  Fix: build the model with the source's sizes; or, if a vocabulary or head size was "
+        f"changed on purpose, pass rename={left_out!r} and missing='init'"
+    ]
 
 
 def _by_own_code(match: ModelMatch, unfilled: Sequence[ModelTensor]) -> str:
