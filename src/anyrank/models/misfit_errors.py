@@ -10,7 +10,7 @@ from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.options import WAYS_OUT, LoadOptions
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.names import is_of_adapter
-from anyrank.tensors.near_names import Near, Shapes, wrong_prefix
+from anyrank.tensors.near_names import Near, Shapes, rename_of, wrong_prefix
 from anyrank.tensors.parametrizations import as_pairs, renamed_parts, wholes
 from anyrank.wording import count, join_first, listed
 
@@ -158,10 +158,7 @@ def _renaming(unexpected: Shapes, unfilled: Shapes) -> str:
     named = {parts.get(key, key): shape for key, shape in unexpected.items()}
     changes = wrong_prefix(named, unfilled)
     if not parts:
-        renames: list[object] = [
-            {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
-            for old, new, _ in changes
-        ]
+        renames = [rename_of(old, new) for old, new, _ in changes]
         return _matching(changes[0][2], renames) if changes else ""
     number = sum(named[name] == unfilled.get(name) for name in parts.values())
     renaming = as_pairs(parts)

@@ -78,7 +78,13 @@ def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
             counts[old, new] = len(pairs)
     most = max(counts.values(), default=0)
     best = [pair for pair, count in counts.items() if count == most]
+    # A change that fills different names is not an alternative to the first.
     return [(old, new, most) for old, new in best if new == best[0][1]]
+
+
+def rename_of(old: str, new: str) -> object:
+    """Return the `rename=` for a change of prefix that `wrong_prefix` has found."""
+    return {old.removesuffix("."): new.removesuffix(".")} if old else [("^", new)]
 
 
 def _agree_but_for_a_prefix(old: str, new: str) -> bool:

@@ -330,3 +330,24 @@ def test_verify_names_the_tensor_that_is_damaged(tmp_path: Path) -> None:
     (finding,) = anyrank.verify(tmp_path / "w.pt").findings
     assert finding.what.startswith("b, c: record data/1: CRC-32 is")
     assert finding.where == str(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    ("in_source", "in_model", "renames"),
+    [("enc.", "", {"enc": ""}), ("", "enc.", [("^", "enc.")]), ("enc.", "dec.", None)],
+)
+def test_a_wrong_prefix_is_judged_as_by_load(
+    in_source: str, in_model: str, renames: Any, tmp_path: Path
+) -> None:
+    layers = {"0": nn.Linear(2, 3), "1": nn.Linear(3, 1)}
+    weights = nn.ModuleDict(layers).state_dict()
+    torch.save({in_source + name: value for name, value in weights.items()}, tmp_path / "w.pt")
+    model: nn.Module = nn.ModuleDict({"0": nn.Linear(2, 3), "1": nn.Linear(3, 1)})
+    if in_model:
+        model = nn.ModuleDict({in_model.removesuffix("."): model})
+    with pytest.raises(anyrank.LoadError) as by_load:
+        anyrank.load(model, tmp_path / "w.pt")
+    with pytest.raises(anyrank.LoadError) as by_convert:
+        anyrank.convert(tmp_path / "w.pt", tmp_path / "out", model=model)
+    for text in (str(by_load.value), str(by_convert.value)):
+        assert (f"rename={renames!r}" in text) is (renames is not None), text

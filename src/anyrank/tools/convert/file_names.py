@@ -26,7 +26,7 @@ from anyrank.models.wrappers import plain_class
 from anyrank.sources.part_names import is_other_part
 from anyrank.sources.tables.choice import inner_prefix
 from anyrank.tensors.names import candidates
-from anyrank.tensors.near_names import near
+from anyrank.tensors.near_names import near, rename_of, wrong_prefix
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tools.convert.selection import Selection
 from anyrank.wording import count
@@ -57,15 +57,12 @@ def as_files(
     ties = _ties_of(model, targets)
     if listing.is_file_named:
         return _tied(selection, listing, ties)
-    live = {
-        name: target.registrations[0].name
-        for target in in_state_dict(targets)
-        for name in target.flat_names()
-    }
+    named = in_state_dict(targets)
+    live = {name: t.registrations[0].name for t in named for name in t.flat_names()}
     selection = _in_table(selection, live)
     tensors: Tensors = {}
     renamed = dict(selection.renamed)
-    unknown: list[str] = []
+    unknown: Tensors = {}
     others: list[str] = []
     extras: Tensors = {}  # extra state of modules, which targets do not include
     for name, stored in selection.tensors.items():
@@ -75,22 +72,16 @@ def as_files(
         elif hit is None and name.rpartition(".")[2] == EXTRA_STATE:
             extras[name] = stored
         elif hit is None:
-            unknown.append(name)
+            unknown[name] = stored
         else:
             tensors[hit] = stored
     tied = {ties.get(name, name): kept for name, kept in selection.tied.items()}
     selection = _tied(replace(selection, tensors=tensors), listing, ties)
     missing = sorted({*live.values()} - {*selection.tensors} - {*selection.tied} - {*tied})
     if unknown or missing:
-        first = (unknown or missing)[0]
-        near_ones = missing if unknown else unknown
-        raise LoadError(
-            f"the source does not match this {plain_class(model).__name__}: the model lacks "
-            f"{count(len(unknown), 'key')} of the source, and the source lacks "
-            f"{count(len(missing), 'tensor')} of the model. The first is {first}"
-            f"{near(first, near_ones)}. Pass the model= that the source was saved from, or rename="
-            + _prefixed(unknown)
-        )
+        shapes = {target.name: target.shape for target in named if target.name in missing}
+        keys = {name: stored.shape for name, stored in unknown.items()}
+        raise LoadError(_mismatch_text(model, keys, missing, wrong_prefix(keys, shapes)))
     files = _file_named(model, selection.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
     for name, stored in selection.tensors.items():
@@ -100,11 +91,29 @@ def as_files(
     return replace(selection, tensors=files | extras, renamed=renamed, skipped=skipped)
 
 
-def _prefixed(unknown: Sequence[str]) -> str:
-    """Return a suggestion for rename= if all keys have the same first name."""
-    first = unknown[0].partition(".")[0] if unknown else ""
-    under = bool(first) and all(name.startswith(f"{first}.") for name in unknown)
-    return f", for example rename={ {first: ''}!r}" if under else ""
+def _mismatch_text(
+    model: nn.Module,
+    unknown: Collection[str],
+    missing: Sequence[str],
+    changes: Sequence[tuple[str, str, int]],
+) -> str:
+    """Return the error text for a source that does not match a model.
+
+    Args:
+        model: the model.
+        unknown: names of the source that the model does not have.
+        missing: names of the model that the source does not have.
+        changes: changes of prefix by which they would match.
+    """
+    first = next(iter(unknown or missing))
+    hint = near(first, missing) if unknown else ""
+    renames = " or ".join(f"rename={rename_of(old, new)!r}" for old, new, _ in changes)
+    return (
+        f"the source does not match this {plain_class(model).__name__}: the model lacks "
+        f"{count(len(unknown), 'key')} of the source, and the source lacks "
+        f"{count(len(missing), 'tensor')} of the model. The first is {first}{hint}. Pass the "
+        f"model= that the source was saved from, or {renames or 'rename='}"
+    )
 
 
 def _in_table(selection: Selection, known: Collection[str]) -> Selection:
