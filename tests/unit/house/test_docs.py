@@ -538,7 +538,7 @@ def test_every_argument_is_told_of(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [run_ranks, anyrank.testing.RankPool.run])
 def test_every_argument_of_the_tests_is_told_of(function: Callable[..., Any]) -> None:
     names = set(inspect.signature(function).parameters) - {"self", "args", "kwargs"}
-    assert lacks(read("testing.md"), sorted(names)) == []
+    assert lacks(read("check.md"), sorted(names)) == []
 
 
 @pytest.mark.parametrize("kind", [Manifest, FileRecord])
@@ -575,7 +575,7 @@ def test_every_fault_point_is_told_of() -> None:
     sources = "\n".join(path.read_text(encoding="utf-8") for path in SRC.rglob("*.py"))
     points = set(re.findall(r'faults\.point\("([^"]+)"\)', sources))
     assert points
-    assert [point for point in points if f"`{point}`" not in read("testing.md")] == []
+    assert [point for point in points if f"`{point}`" not in read("check.md")] == []
 
 
 def test_versions_are_those_of_the_constraints() -> None:
