@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from accelerate.state import AcceleratorState
@@ -302,6 +303,35 @@ def test_a_stream_is_packed_and_resumed(tmp_path: Path) -> None:
     assert len(whole) == 3
     packed_losses(tmp_path / "parts", 1)
     assert packed_losses(tmp_path / "parts", 3)[-2:] == pytest.approx(whole[-2:], rel=1e-6)
+
+
+def packed_keys(folder: Path, **more: Any) -> set[str]:
+    """What the model gets of packed rows."""
+    AcceleratorState._reset_state(True)
+    keys: set[str] = set()
+
+    class Watched(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            keys.update(inputs)
+            return super().compute_loss(model, inputs, *args, **options)
+
+    given = arguments(str(folder), max_steps=1)
+    made = Watched(model("plain"), given, train_dataset=Documents(), **more)
+    elastic(made, folder / "run", global_batch=8, transform=anyrank.Pack(16, eos=0)).train()
+    assert made.model.config.use_cache is False
+    return keys
+
+
+def test_packed_rows_have_no_mask_unless_a_tokenizer_adds_one(tmp_path: Path) -> None:
+    """As docs/frameworks.md says; with a mask, documents of one row would see each other."""
+    words = tokenizers.models.WordLevel({str(n): n for n in range(64)})
+    text, zero = tokenizers.Tokenizer(words), {"pad_token": "0"}
+    named: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=text, **zero)
+    bare = {"input_ids", "labels", "position_ids"}
+    assert packed_keys(tmp_path / "a") == bare
+    assert packed_keys(tmp_path / "b", processing_class=named) == {*bare, "attention_mask"}
+    plain = transformers.default_data_collator
+    assert packed_keys(tmp_path / "c", processing_class=named, data_collator=plain) == bare
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
