@@ -136,7 +136,7 @@ def _loads_by_own_code(owner: NamedModule) -> bool:
     return _has_own_code(owner.module, methods, LOAD_HOOKS)
 
 
-def save_by_own_code(modules: Sequence[NamedModule]) -> bool:
+def _saves_by_own_code(modules: Sequence[NamedModule]) -> bool:
     """Return whether `state_dict()` of a model runs the user's code."""
     return any(_has_own_code(owner.module, SAVE_METHODS, SAVE_HOOKS) for owner in modules)
 
@@ -156,7 +156,7 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
     it, such as the scales of a quantized weight.
     """
     modules = find_modules(module)
-    if not save_by_own_code(modules):
+    if not _saves_by_own_code(modules):
         return []
     known: set[str] = set()
     packed: set[str] = set()  # prefixes of modules whose code also saves the scales of a parameter
@@ -177,7 +177,7 @@ def added_to_state_dict(module: nn.Module) -> list[str]:
 def changed_in_state_dict(module: nn.Module) -> list[str]:
     """Return the names of tensors that code of modules replaces in `state_dict()`."""
     modules = find_modules(module)
-    if not save_by_own_code(modules):
+    if not _saves_by_own_code(modules):
         return []
     state: dict[str, Any] = module.state_dict()
     by_name = {target.registrations[0].raw: target for target in tensors_of(modules)}

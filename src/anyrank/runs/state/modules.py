@@ -15,10 +15,10 @@ from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
 from anyrank.models.dialects.peft.merging import scales_differ, scaling_of
 from anyrank.models.frozen_parts import frozen_parts
-from anyrank.models.own_code import added_to_state_dict, save_by_own_code
+from anyrank.models.own_code import added_to_state_dict
 from anyrank.models.replace import Replacement
 from anyrank.models.share import default_device, room_for
-from anyrank.models.tensors import ModelTensor, find_modules, find_tensors, in_state_dict
+from anyrank.models.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.runs.state.extra_state import match_extra_states, save_extra_states
 from anyrank.runs.state.frozen import match_frozen, save_frozen
 from anyrank.runs.state.part_types import (
@@ -101,8 +101,7 @@ def save_module(
             in_line(f"{part}: on the meta device, so these have no values to save", on_meta)
             + ". First load, materialize or resume."
         )
-    if save_by_own_code(find_modules(module)):
-        _check_own_code(part, module)
+    _check_own_code(part, module)
     # Each rank updates a plain buffer, or an average that no optimizer steps, by itself: nothing
     # keeps these the same, so a difference does not prove that replicas have diverged.
     is_trained = part == "model" or any(id(target.tensor) in stepped for target in written)
