@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import nn
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
 from anyrank.models.dialects.frozen.freeze import check_frozen, remember
-from anyrank.models.frozen_parts import frozen_parts
 from anyrank.models.share import room_for
 from anyrank.models.tensors import find_tensors, in_state_dict
 from anyrank.runs.state.part_types import in_line, misfits
@@ -20,16 +19,18 @@ from anyrank.sources.source import list_source
 from anyrank.tensors.names import match_keys
 
 
-def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.Module]]:
-    """Record the frozen parts of a module whose weights are elsewhere; return the records by name,
-    and these parts.
+def save_frozen(
+    part: str, parts: Mapping[str, nn.Module]
+) -> tuple[dict[str, Any], list[nn.Module]]:
+    """Record those of a module's frozen `parts` whose weights are elsewhere; return the records by
+    name, and these parts.
 
     Raises:
         CheckpointError: a frozen part was modified.
     """
     record: dict[str, Any] = {}
     elsewhere: list[nn.Module] = []
-    for name, inner in frozen_parts(module):
+    for name, inner in parts.items():
         check_frozen(inner, f"{part}.{name}".rstrip("."))
         info: Any = inner.anyrank_frozen
         if info.source is not None and info.digest is not None:
@@ -38,29 +39,34 @@ def save_frozen(part: str, module: nn.Module) -> tuple[dict[str, Any], list[nn.M
     return record, elsewhere
 
 
-def _commit(part: str, module: nn.Module, record: Any) -> None:
+def _commit(part: str, parts: Mapping[str, nn.Module], records: Any) -> None:
     """Record the digests of filled frozen parts, and compare them with the saved ones.
 
     Raises:
         CheckpointError: a part has different weights.
     """
-    for name, inner in frozen_parts(module):
+    for name, inner in parts.items():
         remember(inner)  # including tensors of the extra state
-        _compare_digest(part, name, inner, record)
+        _compare_digest(part, name, inner, records)
 
 
 def match_frozen(
-    part: str, module: nn.Module, record: Any, device: torch.device
+    part: str, parts: Mapping[str, nn.Module], records: Any, device: torch.device
 ) -> tuple[list[str], list[TensorFill], Callable[[], None]]:
     """Match frozen parts whose weights are elsewhere: compare hashes, or fill from their source.
+
+    Args:
+        part: the module's name in the state.
+        parts: its frozen parts, by name.
+        records: what `save_frozen` recorded, by name.
+        device: the device for plain tensors on meta.
 
     Returns:
         The problems, the fills, and a function to call once all frozen parts are filled.
     """
     problems: list[str] = []
     fills: list[TensorFill] = []
-    parts = dict(frozen_parts(module))
-    for name, known in record["frozen"].items():
+    for name, known in records.items():
         inner: Any = parts.get(name)
         if inner is None:
             problems.append(
@@ -93,11 +99,11 @@ def match_frozen(
                 problems.append(f"{part}.{name}.{problem} (its source)")
                 continue
             fills.append(TensorFill(target, stored, room_for(target, device), listing))
-    return problems, fills, partial(_commit, part, module, record)
+    return problems, fills, partial(_commit, part, parts, records)
 
 
-def _compare_digest(part: str, name: str, inner: Any, record: Any) -> None:
-    known, digest = record["frozen"].get(name), inner.anyrank_frozen.digest
+def _compare_digest(part: str, name: str, inner: Any, records: Any) -> None:
+    known, digest = records.get(name), inner.anyrank_frozen.digest
     if known is not None and digest is not None and digest != known["digest"]:
         raise CheckpointError(_digest_differs(part, name, known, digest))
 

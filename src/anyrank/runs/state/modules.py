@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,10 +90,7 @@ def save_module(
         CheckpointError: a tensor is on meta, sparse or quantized; some values are known only to
             the module's own code; or a frozen part was modified.
     """
-    frozen: dict[str, Any] = {}
-    elsewhere: list[nn.Module] = []
-    if frozen_parts(module):
-        frozen, elsewhere = save_frozen(part, module)
+    frozen, elsewhere = save_frozen(part, dict(frozen_parts(module)))
     written = [target for target in in_state_dict(targets) if target.frozen not in elsewhere]
     on_meta = [target.name for target in written if target.is_meta]
     if on_meta:
@@ -179,12 +176,8 @@ def match_module(
 ) -> PartMatch:
     """Plan how to fill a module with these `targets`, all of its tensors. Changes nothing."""
     device = default_device(targets)
-    problems: list[str] = []
-    fills: list[TensorFill] = []
     parts = dict(frozen_parts(module))
-    commit_frozen: Callable[[], None] | None = None
-    if parts or record["frozen"]:
-        problems, fills, commit_frozen = match_frozen(part, module, record, device)
+    problems, fills, commit_frozen = match_frozen(part, parts, record["frozen"], device)
     checked = {id(fill.target.tensor) for fill in fills}
     # The source of a frozen part has its tensors, and the checkpoint does not.
     elsewhere = [parts[name] for name in record["frozen"] if name in parts]
@@ -211,8 +204,7 @@ def match_module(
         # After the tensors, because a module's code may read its own.
         for submodule, value in restored:
             submodule.set_extra_state(value)
-        if commit_frozen is not None:
-            commit_frozen()  # last, because its digest counts tensors of the extra state
+        commit_frozen()  # last, because its digest counts tensors of the extra state
 
     matched.commit = commit
     matched.has_meta_buffers = any(
