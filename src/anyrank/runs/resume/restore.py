@@ -6,6 +6,7 @@ import logging
 import operator
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -223,32 +224,29 @@ class _Restorer:
         source, seed, samples = self.source, self.inner.seed, self.state.samples
         coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
         saved = source.generators
+        undrawn: Collection[str]
         if saved is None:
-            outcomes = derive_all(
+            undrawn = outcomes = derive_all(
                 coords,
                 seed=seed,
                 samples=samples,
                 generators=generators,
                 reason=source.no_generators,
             )
-            self._note_undrawn(outcomes)
-            return outcomes
-
-        def restore_saved() -> dict[str, GeneratorOutcome]:
-            return restore(saved, coords, seed=seed, samples=samples, generators=generators)
-
-        _, outcomes = self.ranks.run_and_reduce(  # the first rank's outcomes count
-            "restoring the random generators",
-            lambda: (None, restore_saved()),
-            lambda first, _: first,
-        )
-        self._note_undrawn(saved.unused)
-        return outcomes
-
-    def _note_undrawn(self, names: Collection[str]) -> None:
-        """Count generators that were never drawn from as new: seeding them here is not a draw."""
+        else:
+            undrawn = saved.unused
+            restore_saved = partial(
+                restore, saved, coords, seed=seed, samples=samples, generators=generators
+            )
+            _, outcomes = self.ranks.run_and_reduce(  # the first rank's outcomes count
+                "restoring the random generators",
+                lambda: (None, restore_saved()),
+                lambda first, _: first,
+            )
+        # Generators that were never drawn from count as new: seeding them here is not a draw.
         digests = self.inner.digests_of_generators()
-        self.inner.generators_before |= {name: digests[name] for name in names if name in digests}
+        self.inner.generators_before |= {name: digests[name] for name in undrawn if name in digests}
+        return outcomes
 
     def _notes(self) -> list[str]:
         notes = [
