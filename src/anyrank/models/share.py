@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.frozen.freeze import remember
-from anyrank.models.first_values.initialize import Initializer
+from anyrank.models.first_values.initialize import Init, Initializer
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.memory_meter import Meter
 from anyrank.models.replace import Replacement, replace
@@ -20,9 +20,6 @@ from anyrank.models.tensors import ModelTensor
 from anyrank.settings import BUFFER_BYTES, CUDA_BUFFER_BYTES
 from anyrank.tensors.torch_classes import is_fsdp2
 from anyrank.world.device import rank_device
-
-if TYPE_CHECKING:
-    from anyrank.models.first_values.initialize import Init, Initializer
 
 
 class ModelShare:

@@ -7,7 +7,6 @@ nor on which other tensors are initialized. A rank needs memory for one whole te
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -150,7 +149,7 @@ class Initializer:
             yield getattr(init, "__qualname__", str(init)), lambda: init(owner)
             return
         for module in reversed(entry.path):
-            if not _is_adapter_layer(module):
+            if not is_adapter_layer(module):
                 yield from self._own_rules(module)
             elif target.adapter:
                 rule = lora_rule(module, self._stand_in(module), entry)
@@ -204,13 +203,6 @@ def no_rule_for(names: Sequence[str]) -> str:
         "_init_weights, reset_parameters, init_weights). Load them, add a reset_parameters() to "
         "their modules, or pass your own rule: materialize(init=...)."
     )
-
-
-def _is_adapter_layer(module: nn.Module) -> bool:
-    """Return whether a module is a PEFT layer; a process without PEFT has none."""
-    if "peft" not in sys.modules:
-        return False
-    return is_adapter_layer(module)
 
 
 def _give(target: ModelTensor, local: torch.Tensor, value: torch.Tensor) -> None:
