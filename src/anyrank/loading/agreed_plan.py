@@ -188,14 +188,17 @@ def _plan(
     """
     list_own = functools.cache(lambda: list_headers(require_source(source)))
 
-    def match_here() -> tuple[ModelMatch, _MatchSummary]:
+    def match_here() -> tuple[tuple[ModelMatch, dict[str, str]], _MatchSummary]:
         tensors = _parts(model, options, ranks)
         # Addresses and strides in a dict differ between ranks, so each rank lists its own.
         own_listing = list_own() if isinstance(source, Mapping) and source else listing
         match = match_model(model, own_listing, options, tensors, parts)
-        return match, _summary(model, match, options, ranks)
+        hashes = _frozen_hashes(model, match)
+        return (match, hashes), _summary(match, hashes, options, ranks)
 
-    match, summary = ranks.run_and_reduce("planning the load", match_here, _MatchSummary.join)
+    (match, hashes), summary = ranks.run_and_reduce(
+        "planning the load", match_here, _MatchSummary.join
+    )
     # With different models, ranks would fill different tensors or hang, so none continues.
     title = "the ranks' models differ"
     check_alike(title, match.tensors, summary.inventory, ranks, LoadError)
@@ -205,7 +208,7 @@ def _plan(
             "different keys or dtypes. Pass the same on every rank"
         )
     coordinates = find_coordinates(match.tensors, summary.inventory, ranks)
-    _compare_frozen(_frozen_hashes(model, match), summary.inventory, ranks)
+    _compare_frozen(hashes, summary.inventory, ranks)
     if options.layout is not None:
         check_parts([(tensor.name, tensor.layout) for tensor in match.tensors], coordinates)
     visible = [info.sees(position) for position in range(ranks.size)]
@@ -241,13 +244,13 @@ def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTe
 
 
 def _summary(
-    model: nn.Module, match: ModelMatch, options: LoadOptions, ranks: Ranks
+    match: ModelMatch, hashes: Mapping[str, str], options: LoadOptions, ranks: Ranks
 ) -> _MatchSummary:
     tensors = match.tensors
     inventory = inventory_of(tensors, ranks)
     if ranks.size > 1:
         inventory[FILLS] = Compared(_digest(match), ranks.rank)
-        for name, text in _frozen_hashes(model, match).items():
+        for name, text in hashes.items():
             inventory[FROZEN + name] = Compared(text, ranks.rank)
     return _MatchSummary(
         inventory=inventory,
