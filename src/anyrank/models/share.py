@@ -140,9 +140,9 @@ class ModelShare:
             return
         for target in self.match.tensors:
             if target.kind != "parameter" and target.tensor.device.type == "cpu":
-                moved = target.tensor.to(self.device)
+                target.tensor = target.tensor.to(self.device)
                 for entry in target.registrations:
-                    setattr(entry.module, entry.attribute, moved)
+                    setattr(entry.module, entry.attribute, target.tensor)
 
 
 # -- devices of the memory, and staging memory ----------------------------------------------

@@ -215,16 +215,18 @@ class ForeignStep(ResumeSource):
         self.used.add(part)
 
         match = plan.match
-        counters = [name for name in match.missing if is_counter(name) and match.stored]
-        updates = updates_of(module, counters, self.step) if counters else 0
+        missing = {name for name in match.missing if is_counter(name)} if match.stored else set()
+        counters = [target for target in match.tensors if target.name in missing]
+        updates = updates_of(counters, self.step) if counters else 0
 
         def load() -> int:
             result = fill_from_files(module, plan, ranks, Meter(), None)
-            if counters:
-                set_updates(module, counters, updates)
+            set_updates(counters, updates)
             return result.moved[ranks.index].read
 
-        return PartMatch(_outcome_of(plan, counters, updates), load=load)
+        return PartMatch(
+            _outcome_of(plan, [target.name for target in counters], updates), load=load
+        )
 
     def _absent(self, part: str) -> PartMatch:
         """Match a part whose name the checkpoint does not have; return what could be meant."""
