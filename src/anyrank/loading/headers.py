@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from anyrank.errors import AnyrankError, LoadError, WrongValue
 from anyrank.files.fingerprints import with_fingerprints
 from anyrank.files.listing import Listing
 from anyrank.files.storage import storage_for
-from anyrank.models.frozen_parts import FrozenSource, frozen_sources
+from anyrank.models.frozen_parts import FrozenSource
 from anyrank.sources.locate import locate_all
 from anyrank.sources.source import Source, list_headers
 from anyrank.world.ranks import Ranks
@@ -79,12 +78,17 @@ class SourceInfo:
 
 
 def header_reader(
-    model: nn.Module, source: Source | None, ranks: Ranks, known: Listing | None = None
+    source: Source | None,
+    find_frozen: Callable[[], Sequence[FrozenSource]],
+    ranks: Ranks,
+    known: Listing | None = None,
 ) -> Callable[[], Headers]:
     """Make a function that reads the headers of a load, once.
 
     Args:
-        model, source, ranks: arguments of the load.
+        source, ranks: arguments of the load.
+        find_frozen: lists the sources of the model's frozen parts; not called before the arguments
+            are checked.
         known: contents of the source, if all ranks already know them.
     """
 
@@ -94,7 +98,7 @@ def header_reader(
 
     def read() -> Headers:
         listing = None if known else to_send(require_source(source))
-        parts = {path: to_send(path) for path in frozen_sources(model)}
+        parts = {path: to_send(path) for path in find_frozen()}
         return Headers(listing, parts)
 
     return functools.cache(read)

@@ -17,6 +17,7 @@ from anyrank.loading.read import OwnBytes, ProgressTo
 from anyrank.loading.report import LoadReport, log_report
 from anyrank.loading.verify import compare_ties, verify_loaded, verify_source
 from anyrank.models.dialects.layouts.given import GivenLayout
+from anyrank.models.frozen_parts import frozen_sources
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.models.share import ModelShare
@@ -120,7 +121,7 @@ def load(
         torch.inference_mode(False),
         open_ranks(process_group, "load()", may_be_alone=True) as ranks,
     ):
-        headers = header_reader(model, source, ranks)
+        headers = header_reader(source, partial(frozen_sources, model), ranks)
         tell = partial(look_at_source, source, ranks, headers)
         info = options.agree(ranks, "load", model, source, tell, SourceInfo.join)
         if info.is_live:

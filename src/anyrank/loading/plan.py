@@ -22,6 +22,7 @@ from anyrank.loading.report import MIB
 from anyrank.models.dialects.layouts.given import GivenLayout
 from anyrank.models.dialects.registry import values_without_model
 from anyrank.models.dialects.transformers.dequantize import check_method
+from anyrank.models.frozen_parts import frozen_sources
 from anyrank.models.options import LoadOptions
 from anyrank.models.tensors import in_state_dict
 from anyrank.settings import BUFFER_BYTES
@@ -161,7 +162,7 @@ def plan(
         layout=layout,
     )
     with open_ranks(process_group, "plan()", may_be_alone=True) as ranks:
-        headers = header_reader(model, source, ranks)
+        headers = header_reader(source, partial(frozen_sources, model), ranks)
         tell = partial(look_at_source, source, ranks, headers)
         info = options.agree(ranks, "plan", model, source, tell, SourceInfo.join)
         return _plan_of(plan_load(model, source, ranks, options, info, headers), ranks)

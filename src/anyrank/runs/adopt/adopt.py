@@ -23,6 +23,7 @@ from anyrank.loading.agreed_plan import AgreedPlan, plan_load
 from anyrank.loading.headers import SourceInfo, header_reader, look_at_source
 from anyrank.loading.load import fill_from_files
 from anyrank.loading.verify import compare_ties
+from anyrank.models.frozen_parts import frozen_sources
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.runs.adopt import optimizer as foreign_optimizer
@@ -139,7 +140,7 @@ def _plan_module(
 
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways_out=ways_out)
     module, listing = inner.parts[part], source.model(part)
-    headers = header_reader(module, path, ranks, known=listing)
+    headers = header_reader(path, partial(frozen_sources, module), ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
     try:
         what = "looking at the source"
