@@ -21,12 +21,12 @@ from anyrank.loading.headers import (
 )
 from anyrank.loading.reading import Reading, caches_of, why_own
 from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
+from anyrank.models.allocation import default_buffer
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
 from anyrank.models.frozen_parts import FrozenSource, frozen_parts
 from anyrank.models.match import match_model, warn_about_unused_renames
 from anyrank.models.options import LoadOptions
-from anyrank.models.share import default_buffer
 from anyrank.models.tensors import ModelTensor
 from anyrank.sources.locate import has_remade, locate
 from anyrank.sources.source import Source, list_headers

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from anyrank.errors import LoadError
+from anyrank.models.allocation import allocate, default_device, device_for
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.first_values.initialize import Initializer, no_rule_for
 from anyrank.models.replace import Replacement
-from anyrank.models.share import allocate, default_device, device_for
 from anyrank.models.tensors import ModelTensor
 from anyrank.world.ranks import Ranks
 

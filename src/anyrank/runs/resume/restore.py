@@ -16,10 +16,10 @@ from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.listing import Listing, TensorFill
 from anyrank.files.reader import Reader
 from anyrank.loading.read import read_own
+from anyrank.models.allocation import buffer_for, default_device
 from anyrank.models.first_values.buffers import rebuilt_values
 from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.replace import replace
-from anyrank.models.share import buffer_for, default_device
 from anyrank.models.tensors import find_tensors
 from anyrank.runs.resume.options import ResumeArguments
 from anyrank.runs.resume.search import unreadable_error

@@ -11,8 +11,8 @@ from torch import nn
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
+from anyrank.models.allocation import room_for
 from anyrank.models.dialects.frozen.freeze import check_frozen, remember
-from anyrank.models.share import room_for
 from anyrank.models.tensors import find_tensors, in_state_dict
 from anyrank.runs.state.part_types import in_line, misfits
 from anyrank.sources.source import list_source

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anyrank.errors import CheckpointError, LoadError
 from anyrank.files.listing import TensorFill
+from anyrank.models.allocation import default_device, room_for
 from anyrank.models.dialects.peft.merging import scales_differ, scaling_of
 from anyrank.models.frozen_parts import frozen_parts
 from anyrank.models.own_code import added_to_state_dict
 from anyrank.models.replace import Replacement
-from anyrank.models.share import default_device, room_for
 from anyrank.models.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.runs.state.extra_state import match_extra_states, save_extra_states
 from anyrank.runs.state.frozen import match_frozen, save_frozen

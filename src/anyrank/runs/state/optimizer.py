@@ -26,8 +26,8 @@ from anyrank.errors import CheckpointError
 from anyrank.files.json_codec import from_json, to_json
 from anyrank.files.listing import TensorFill
 from anyrank.files.manifest import IMPLEMENTATION
+from anyrank.models.allocation import device_for
 from anyrank.models.dtensors import as_sharded, dtensor_like, placement_of
-from anyrank.models.share import device_for
 from anyrank.models.tensors import ModelTensor
 from anyrank.runs.state.optimizer_groups import match_groups
 from anyrank.runs.state.optimizer_own import (
