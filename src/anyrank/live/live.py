@@ -21,6 +21,7 @@ from anyrank.loading.sharing.messages import MESSAGE_BYTES, WHAT
 from anyrank.loading.sharing.move import Mover
 from anyrank.loading.sharing.places import LocalMemory
 from anyrank.loading.verify import compare_replicas
+from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.fits import unwritable
 from anyrank.models.memory_meter import Meter
 from anyrank.models.overlaps import SourceMemory, check_overlaps
@@ -43,7 +44,8 @@ def execute_sync(call: SyncCall, agreed: AgreedSync, ranks: Ranks, meter: Meter)
         AnyrankError: an error of any rank, on every rank.
     """
     plan, dst = agreed.plan, agreed.dst
-    share = ModelShare(dst.module, plan.match.with_tensors(dst.tensors), meter, agreed.seed)
+    initializer = Initializer(dst.module, agreed.seed)
+    share = ModelShare(plan.match.with_tensors(dst.tensors), meter, initializer)
     side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
     side.gather_factors()
     result = fill(share, side, ranks, rebuild=plan.rebuild)

@@ -24,6 +24,7 @@ from anyrank.models.alike import Inventory, check_alike, find_coordinates, inven
 from anyrank.models.allocation import default_buffer
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
+from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.frozen_parts import FrozenSource, frozen_parts
 from anyrank.models.match import match_model, warn_about_unused_renames
 from anyrank.models.options import LoadOptions
@@ -50,7 +51,7 @@ class AgreedPlan:
         coordinates: coordinates of every rank, by global rank.
         reading: who reads, and why.
         buffer_bytes: staging memory: the smallest of all ranks, because exchanges need one size.
-        seed: the first rank's torch seed, for tensors filled by a rule.
+        initializer: the rules for tensors without bytes, with the first rank's torch seed.
         rebuild: whether any rank has non-persistent buffers on meta.
         in_place: whether any rank overwrites memory that held values.
     """
@@ -59,7 +60,7 @@ class AgreedPlan:
     coordinates: Mapping[int, Coordinates]
     reading: Reading
     buffer_bytes: int
-    seed: int
+    initializer: Initializer
     rebuild: bool
     in_place: bool
 
@@ -227,7 +228,7 @@ def _plan(
         coordinates=coordinates,
         reading=reading,
         buffer_bytes=summary.buffer_bytes,
-        seed=info.seed,
+        initializer=Initializer(model, info.seed),
         rebuild=summary.has_meta_buffers,
         in_place=summary.has_real_tensors,
     )

@@ -137,10 +137,10 @@ def load(
         if verify:
             # Files are compared before anything is filled, the loaded values afterwards.
             verified = verify_source(plan.match, plan.reading.reading_ranks, ranks)
-            result = fill_from_files(model, plan, ranks, meter, progress)
+            result = fill_from_files(plan, ranks, meter, progress)
             nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
         else:
-            result = fill_from_files(model, plan, ranks, meter, progress)
+            result = fill_from_files(plan, ranks, meter, progress)
         report = _report(plan, result, ", ".join(verified), nonfinite)
     _log(report, ranks)
     return report
@@ -198,14 +198,14 @@ def _log(report: LoadReport, ranks: Ranks) -> None:
 
 
 def fill_from_files(
-    model: nn.Module, plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
+    plan: AgreedPlan, ranks: Ranks, meter: Meter, progress: ProgressTo
 ) -> FillResult:
     """Carry out an agreed plan. Collective.
 
     Raises:
         LoadError: an error of any rank, on every rank.
     """
-    share = ModelShare(model, plan.match, meter, plan.seed)
+    share = ModelShare(plan.match, meter, plan.initializer)
     if plan.reading.flows is None:
         side = OwnBytes(plan, ranks, meter, progress)
     else:

@@ -13,6 +13,7 @@ from anyrank.errors import LoadError
 from anyrank.loading.fill import Side, fill
 from anyrank.loading.report import LoadReport
 from anyrank.models.dialects.dialect import ModelMatch, match_of_rules
+from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.first_values.parametrized import parametrized
 from anyrank.models.memory_meter import Meter
 from anyrank.models.overlaps import shared_on_meta
@@ -91,7 +92,7 @@ def materialize(
             match = _match(find_tensors(model))
             where = None if device is None else _device_of(device)
             rule = None if init == "auto" else init
-            return ModelShare(model, match, meter, seed, init=rule, device=where)
+            return ModelShare(match, meter, Initializer(model, seed, rule), device=where)
 
         share = ranks.run("finding the tensors to fill", make_share)
         result = fill(share, Side(), ranks, rebuild=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import cached_property
 
 import torch
-from torch import nn
 
 from anyrank.models.allocation import allocate, default_device, device_for
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.dialects.frozen.freeze import remember
-from anyrank.models.first_values.initialize import Init, Initializer
+from anyrank.models.first_values.initialize import Initializer
 from anyrank.models.frozen_parts import frozen_info
 from anyrank.models.memory_meter import Meter
 from anyrank.models.replace import Replacement, replace
@@ -22,9 +20,8 @@ class ModelShare:
     """The part of a model that one rank fills. Its methods do not communicate.
 
     Args:
-        model, match, meter: the model, match and meter of the call.
-        seed: the first rank's torch seed.
-        init: as for `Initializer`.
+        match, meter: the match and meter of the call.
+        initializer: the rules for tensors without bytes.
         device: the device for plain meta tensors. Default: the device of the model's real
             parameters, else the rank's device.
 
@@ -36,19 +33,17 @@ class ModelShare:
 
     def __init__(
         self,
-        model: nn.Module,
         match: ModelMatch,
         meter: Meter,
-        seed: int,
+        initializer: Initializer,
         *,
-        init: Init | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.match = match
         self.meter = meter
+        self.initializer = initializer
         self.device = default_device(match.tensors) if device is None else device
         meter.watch({self.device, *(target.tensor.device for target in match.tensors)})
-        self.model, self.seed, self.init = model, seed, init
         self.allocated: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}  # cached, because to_local of a DTensor takes 5 us
         self.rules: dict[str, str] = {}
@@ -92,11 +87,6 @@ class ModelShare:
         if self.match.initialize:
             wanted = [(self.match.tensors[i], self.local(i)) for i in self.match.initialize]
             self.rules |= self.initializer.fill_all(wanted, self.meter.sample)
-
-    @cached_property
-    def initializer(self) -> Initializer:
-        """The initializer, which most loads do not need."""
-        return Initializer(self.model, self.seed, self.init)
 
     def filled(self) -> list[ModelTensor]:
         """The tensors that the source fills."""

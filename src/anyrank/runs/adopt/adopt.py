@@ -200,7 +200,7 @@ class ForeignStep(ResumeSource):
             if part in self.skip:
                 continue
             if isinstance(value, nn.Module):
-                matched[part] = self._module(part, value, ranks)
+                matched[part] = self._module(part, ranks)
             elif isinstance(value, Optimizer):
                 matched[part] = self._optimizer(part, value, names, arguments, ranks)
             elif isinstance(value, ElasticLoader):
@@ -209,7 +209,7 @@ class ForeignStep(ResumeSource):
                 matched[part] = self._stateful(part, value, ranks)
         return matched
 
-    def _module(self, part: str, module: nn.Module, ranks: Ranks) -> PartMatch:
+    def _module(self, part: str, ranks: Ranks) -> PartMatch:
         plan = self.plans.get(part)
         if plan is None:
             return self._absent(part)
@@ -221,7 +221,7 @@ class ForeignStep(ResumeSource):
         updates = updates_of(counters, self.step) if counters else 0
 
         def load() -> int:
-            result = fill_from_files(module, plan, ranks, Meter(), None)
+            result = fill_from_files(plan, ranks, Meter(), None)
             set_updates(counters, updates)
             return result.moved[ranks.index].read
 
