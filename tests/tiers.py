@@ -31,7 +31,7 @@ ROOMS = {
     "transformers": Room("quantized transformers", "unit/models/test_quantized"),
     "layouts": Room("layouts", "ranks/models/test_given_layouts"),
     "averaging": Room("buckets", "ranks/training/test_elastic_ranks"),
-    "background": Room("background staging", "ranks/runs/test_background_save"),
+    "background": Room("background", "ranks/runs/test_background_save"),
     "base": Room("base box_digest", "unit/runs/test_box_digest"),
     "cli": Room(
         paths="cli examples",
