@@ -2,17 +2,19 @@
 
 Each rank that sends has the whole factors. Their product is computed tile by tile, so that an
 element has the same bits whichever rank sends it, and in whichever box.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from anyrank.live.ends import Added
-from anyrank.live.low_rank import product, tiles
 from anyrank.loading.sharing.flows import Flow
 from anyrank.loading.sharing.places import LocalMemory, turned
 from anyrank.loading.sharing.transfers import Transfer
@@ -21,6 +23,9 @@ from anyrank.tensors.box import Box
 KEPT_TILES = (
     8  # of at most 1 MiB in float32: a box may end within a tile, where the next one starts
 )
+
+# A matrix product of few rows or columns uses a different kernel, which rounds differently.
+TILE_ROWS, TILE_COLUMNS = 32, 2048
 
 
 class Adapters:
@@ -60,18 +65,59 @@ class Adapters:
     def _tile(self, low: Added, a: int, b: int, tile: Box) -> torch.Tensor:
         known = self.kept.get((a, b, tile))
         if known is None:
-            known = _product(self.factors[a], self.factors[b], tile, low)
+            known = _rounded_product(self.factors[a], self.factors[b], tile, low)
             self.kept[a, b, tile] = known
             if len(self.kept) > KEPT_TILES:
                 self.kept.popitem(last=False)
         return known
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, box: Box, low: Added) -> torch.Tensor:
+def _rounded_product(a: torch.Tensor, b: torch.Tensor, box: Box, low: Added) -> torch.Tensor:
     """Compute scaling * B @ A. As in PEFT, a CPU computes in float32 and rounds to B's dtype."""
     is_wide = not b.is_cpu or b.dtype not in (torch.float16, torch.bfloat16)
     wide = (a, b) if is_wide else (a.float(), b.float())
     return product(*wide, box, low.scaling, transposed=low.transposed).to(b.dtype)
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, box: Box, scaling: float, *, transposed: bool
+) -> torch.Tensor:
+    """Compute a box of scaling * B @ A, or of its transpose.
+
+    Args:
+        a: tensor [rank, columns].
+        b: tensor [rows, rank].
+        box: box in the weight.
+        scaling: factor as PEFT computes it.
+        transposed: whether the weight is stored [in, out].
+    """
+    rows, columns = box.slices()
+    values = (b[columns] @ a[:, rows]).T if transposed else b[rows] @ a[:, columns]
+    return values * scaling
+
+
+def tiles(shape: Sequence[int], box: Box) -> Iterator[Box]:
+    """Yield the tiles of a matrix that a box touches. They depend only on the shape of the matrix.
+
+    A product that is computed tile by tile has the same bits in every box, on every rank.
+    """
+    numel = TILE_ROWS * TILE_COLUMNS
+    least = (max(TILE_ROWS, numel // shape[1]), max(TILE_COLUMNS, numel // shape[0]))
+    by_dim = [
+        _cuts(size, length, low, low + count)
+        for size, length, low, count in zip(shape, least, box.offsets, box.sizes, strict=True)
+    ]
+    for (row, rows), (column, columns) in itertools.product(*by_dim):
+        yield Box((row, column), (rows, columns))
+
+
+def _cuts(size: int, least: int, low: int, high: int) -> list[tuple[int, int]]:
+    """List the start and length of a dim's parts that touch [low, high); the last is longer."""
+    count = max(1, size // least)
+    first, last = min(low // least, count - 1), min((high - 1) // least, count - 1)
+    return [
+        (n * least, least if n < count - 1 else size - n * least) for n in range(first, last + 1)
+    ]
 
 
 class LiveMemory(LocalMemory):

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import anyrank
-from anyrank.live.low_rank import product, tiles
+from anyrank.live.merge import product, tiles
 from anyrank.tensors.box import Box
 
 
