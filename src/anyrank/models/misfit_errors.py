@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from anyrank.files.listing import Listing
 from anyrank.models.dialects.dialect import ModelMatch
 from anyrank.models.options import WAYS_OUT, LoadOptions
+from anyrank.models.parametrizations import as_pairs, renamed_parts, wholes
 from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.names import is_of_adapter
 from anyrank.tensors.near_names import Near, Shapes, rename_of, wrong_prefix
-from anyrank.tensors.parametrizations import as_pairs, renamed_parts, wholes
 from anyrank.wording import count, join_first, listed
 
 SHOWN = 10

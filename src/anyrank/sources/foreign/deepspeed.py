@@ -25,7 +25,7 @@ from anyrank.sources.foreign.checkpoint import (
     flat,
     optimizer_of,
 )
-from anyrank.tensors.flat import assembled
+from anyrank.sources.foreign.flat import assembled
 from anyrank.tensors.spec import StoredTensor
 
 OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyrank.sources.foreign.flat import assembled, boxes_of_range
 from anyrank.tensors.box import Box
-from anyrank.tensors.flat import assembled, boxes_of_range
 from anyrank.tensors.spec import StoredTensor
 
 
