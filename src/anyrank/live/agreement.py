@@ -202,8 +202,8 @@ def _join(dst: End, src: End, ranks: Ranks, *, merge: bool) -> tuple[End, End]:
     """
     join_parts((dst.tensors, src.tensors), ranks)
     return (
-        replace(dst, described=describe(dst.module, dst.tensors, merge=False)),
-        replace(src, described=describe(src.module, src.tensors, merge=merge)),
+        replace(dst, described=describe(dst.tree, merge=False)),
+        replace(src, described=describe(src.tree, merge=merge)),
     )
 
 

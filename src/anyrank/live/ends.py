@@ -17,7 +17,7 @@ from torch import nn
 from anyrank.errors import LoadError
 from anyrank.models.dialects.layouts.given import GivenLayout, apply_layout, cut_as_source
 from anyrank.models.dialects.peft.merging import find_lora, is_merged, merged_names, scaling_of
-from anyrank.models.tensors import ModelTensor, find_tensors
+from anyrank.models.tensors import ModelTensor, ModelTree, find_tree
 from anyrank.models.wrappers import plain_class
 from anyrank.tensors.layout import Layout
 from anyrank.tensors.names import is_trained_copy
@@ -110,14 +110,18 @@ class End:
     """One end of a sync on this rank.
 
     Attributes:
-        module: the module, or one that holds the tensors of the dict; empty for None.
-        tensors: tensors of the module.
+        tree: the module, or one that holds the tensors of the dict (empty for None), with its
+            tensors.
         described: description of the same tensors for other ranks.
     """
 
-    module: nn.Module
-    tensors: list[ModelTensor]
+    tree: ModelTree
     described: EndDescription
+
+    @property
+    def tensors(self) -> list[ModelTensor]:
+        """The tensors of the tree."""
+        return self.tree.tensors
 
     @property
     def rows(self) -> tuple[TensorInfo, ...]:
@@ -152,23 +156,22 @@ def find_end(
             match the layout, or adapters cannot be merged.
         TypeError, ValueError: as for `apply_layout`.
     """
-    module = _as_module(model)
-    tensors = find_tensors(module)
+    tree = find_tree(_as_module(model))
     if layout is not None:
-        apply_layout(tensors, layout, ranks)
-        for tensor, row in zip(tensors, known.rows if known is not None else (), strict=False):
+        apply_layout(tree.tensors, layout, ranks)
+        for tensor, row in zip(tree.tensors, known.rows if known is not None else (), strict=False):
             cut_as_source(tensor, row.shape)  # with the shape that all ranks found together
-    described = describe(module, tensors, merge=merge)
-    return End(module, tensors, known if known is not None and known == described else described)
+    described = describe(tree, merge=merge)
+    return End(tree, known if known is not None and known == described else described)
 
 
-def describe(module: nn.Module, tensors: list[ModelTensor], *, merge: bool) -> EndDescription:
+def describe(tree: ModelTree, *, merge: bool) -> EndDescription:
     """Describe an end for other ranks; see `find_end`, also for the errors."""
-    rows = _rows(tensors)
-    rows = _as_merged(tensors, rows) if merge else rows
-    kind = plain_class(module)
+    rows = _rows(tree.tensors)
+    rows = _as_merged(tree.tensors, rows) if merge else rows
+    kind = plain_class(tree.model)
     title = f"{kind.__module__}.{kind.__qualname__}"
-    return EndDescription(tuple(rows), coordinates_of(tensors), title)
+    return EndDescription(tuple(rows), coordinates_of(tree.tensors), title)
 
 
 def _rows(tensors: list[ModelTensor]) -> list[TensorInfo]:

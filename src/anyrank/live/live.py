@@ -44,13 +44,13 @@ def execute_sync(call: SyncCall, agreed: AgreedSync, ranks: Ranks, meter: Meter)
         AnyrankError: an error of any rank, on every rank.
     """
     plan, dst = agreed.plan, agreed.dst
-    initializer = Initializer(dst.module, agreed.seed)
+    initializer = Initializer(dst.tree.model, agreed.seed)
     share = ModelShare(plan.match.with_tensors(dst.tensors), meter, initializer)
     side = LiveSide(agreed, ranks, meter, call.options.verify, call.atomic)
     side.gather_factors()
     result = fill(share, side, ranks, rebuild=plan.rebuild)
     if isinstance(call.dst, dict):  # its tensors on meta may be new objects
-        call.dst.update(dst.module.__dict__["_parameters"])
+        call.dst.update(dst.tree.model.__dict__["_parameters"])
     return replace(
         plan.facts,
         **result.fields(),

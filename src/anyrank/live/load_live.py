@@ -17,7 +17,6 @@ from anyrank.loading.report import FillReport, LoadReport
 from anyrank.models.memory_meter import Meter
 from anyrank.models.options import LoadOptions
 from anyrank.models.own_code import NOT_RUN, OwnCode
-from anyrank.models.tensors import find_modules
 from anyrank.sources.readers.memory import describe_unread
 from anyrank.world.ranks import Ranks
 
@@ -40,8 +39,9 @@ def load_live(
     }
     layout = (options.layout, None)  # for the model's tensors; sharded tensors know their own
     call = SyncCall(model, tensors, options, layout, atomic=False)
-    done = execute_sync(call, agree_plan(call, ranks), ranks, meter)
-    own_code = OwnCode(find_modules(model))
+    agreed = agree_plan(call, ranks)
+    done = execute_sync(call, agreed, ranks, meter)
+    own_code = OwnCode(agreed.dst.tree.modules)
     skipped = [f"{key}: not a tensor of the model" for key in entries if key not in tensors]
     shared: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(FillReport)}
     return LoadReport(

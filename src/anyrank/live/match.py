@@ -181,7 +181,7 @@ def match_ends(
     left = match_keys(names, adapters, renamer(options.rename)).unexpected
     if left or not dst.tensors:  # for `left`, `joined` raises its own error about all dst
         options = replace(options, unexpected="ignore")
-    match = match_model(dst.module, listing, options, dst.tensors)
+    match = match_model(dst.tree, listing, options)
     for index, stored in match.stored.items():
         rows = [sources[chunk.file].row for chunk in stored.chunks]
         at_base = any(map(is_of_base_layer, dst.rows[index].keys))

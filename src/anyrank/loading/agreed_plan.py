@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -23,12 +22,16 @@ from anyrank.loading.reading import Reading, caches_of, why_own
 from anyrank.models.alike import Inventory, check_alike, find_coordinates, inventory_of
 from anyrank.models.allocation import default_buffer
 from anyrank.models.dialects.dialect import ModelMatch
-from anyrank.models.dialects.layouts.given import check_parts, tensors_with_layout
+from anyrank.models.dialects.layouts.given import (
+    apply_layout,
+    check_parts,
+    warn_about_unused_layout,
+)
 from anyrank.models.first_values.initialize import Initializer
-from anyrank.models.frozen_parts import FrozenSource, frozen_parts
+from anyrank.models.frozen_parts import FrozenSource, frozen_info
 from anyrank.models.match import match_model, warn_about_unused_renames
 from anyrank.models.options import LoadOptions
-from anyrank.models.tensors import ModelTensor
+from anyrank.models.tensors import NamedModule, find_tree
 from anyrank.sources.locate import has_remade, locate
 from anyrank.sources.source import Source, list_headers
 from anyrank.tensors.sharded_tensor import Coordinates
@@ -190,11 +193,13 @@ def _plan(
     list_own = functools.cache(lambda: list_headers(require_source(source)))
 
     def match_here() -> tuple[tuple[ModelMatch, dict[str, str]], _MatchSummary]:
-        tensors = _parts(model, options, ranks)
+        tree = find_tree(model, with_packed=options.layout is None)
+        apply_layout(tree.tensors, options.layout, ranks)
+        warn_about_unused_layout(options.layout, tree.tensors)
         # Addresses and strides in a dict differ between ranks, so each rank lists its own.
         own_listing = list_own() if isinstance(source, Mapping) and source else listing
-        match = match_model(model, own_listing, options, tensors, parts)
-        hashes = _frozen_hashes(model, match)
+        match = match_model(tree, own_listing, options, parts)
+        hashes = _frozen_hashes(tree.modules, match)
         return (match, hashes), _summary(match, hashes, options, ranks)
 
     (match, hashes), summary = ranks.run_and_reduce(
@@ -237,13 +242,6 @@ def _plan(
     return plan, summary.needs_all_chunks or exchanges
 
 
-def _parts(model: nn.Module, options: LoadOptions, ranks: Ranks) -> list[ModelTensor] | None:
-    """Return the tensors of the model if `layout=` describes them as parts; else None."""
-    if options.layout is None:
-        return None
-    return tensors_with_layout(model, options.layout, ranks)
-
-
 def _summary(
     match: ModelMatch, hashes: Mapping[str, str], options: LoadOptions, ranks: Ranks
 ) -> _MatchSummary:
@@ -269,7 +267,7 @@ def _needs_all_chunks(match: ModelMatch) -> bool:
     return bool(match.stored_twice) or has_remade(match.listing, (t for _, t in match.wanted))
 
 
-def _frozen_hashes(model: nn.Module, match: ModelMatch) -> dict[str, str]:
+def _frozen_hashes(modules: Sequence[NamedModule], match: ModelMatch) -> dict[str, str]:
     """Return the hash, if known, of each frozen part that keeps its values.
 
     A part that is filled gets the same values on every rank, so it needs no comparison.
@@ -277,10 +275,12 @@ def _frozen_hashes(model: nn.Module, match: ModelMatch) -> dict[str, str]:
     tensors = match.tensors
     left = (t for i, t in enumerate(tensors) if i not in match.stored and t.kind != "derived")
     kept = {part for t in left for registration in t.registrations for part in registration.path}
-    known: dict[str, Any] = {
-        name: part.anyrank_frozen for name, part in frozen_parts(model) if part in kept
-    }
-    return {name: digest for name, frozen in known.items() if (digest := frozen.digest) is not None}
+    names: dict[nn.Module, str] = {}
+    for owner in modules:
+        if owner.module in kept:
+            names.setdefault(owner.module, owner.raw)  # it may be registered twice
+    known = {name: info for part, name in names.items() if (info := frozen_info(part))}
+    return {name: digest for name, info in known.items() if (digest := info.digest) is not None}
 
 
 def _compare_frozen(hashes: Mapping[str, str], inventory: Inventory, ranks: Ranks) -> None:

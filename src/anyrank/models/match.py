@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from torch import nn
-
 from anyrank.errors import LoadError
 from anyrank.files.listing import NOT_A_TENSOR, Listing
 from anyrank.models.dialects.dialect import (
@@ -31,7 +29,7 @@ from anyrank.models.misfit_errors import join_problems, mismatch_lines
 from anyrank.models.options import LoadOptions
 from anyrank.models.overlaps import shared_on_meta, twins_of
 from anyrank.models.own_code import OwnCode
-from anyrank.models.tensors import ModelTensor, find_modules, tensors_of
+from anyrank.models.tensors import ModelTensor, ModelTree
 from anyrank.models.wrappers import Registration
 from anyrank.sources.tables.choice import unused_renames, weights_for
 from anyrank.sources.tables.renaming import renamer
@@ -51,32 +49,29 @@ SHOWN = 10
 
 
 def match_model(
-    model: nn.Module,
+    tree: ModelTree,
     listing: Listing,
     options: LoadOptions,
-    tensors: list[ModelTensor] | None = None,
     parts: Mapping[FrozenSource, Listing] | None = None,
 ) -> ModelMatch:
     """Match a model with a listing. Does not communicate.
 
     Args:
-        model: the model to fill.
+        tree: the modules and tensors of the model to fill.
         listing: the contents of the source. If it is live (another model), nothing is skipped as a
             different part of a checkpoint, frozen parts need no source, and no code of the modules
             is run.
         options: the caller's options.
-        tensors: the model's tensors, if they are known.
         parts: contents of the sources of the model's frozen parts; not needed if `listing` is live.
 
     Raises:
         LoadError: all problems with names, shapes and dtypes, in one list.
     """
-    modules = find_modules(model)
-    tensors = tensors_of(modules, with_packed=True) if tensors is None else tensors
+    tensors = tree.tensors
     packed = [t.packed for t in tensors if t.packed is not None]
     tensors = [t for t in tensors if t.packed is None] if packed else tensors
     weights = _weights_among(tensors, listing, options)
-    case = Case(model, modules, tensors, weights, options, parts or {}, DIALECTS)
+    case = Case(tree.modules, tensors, weights, options, parts or {}, DIALECTS)
     dialects = dialects_of(case)
     names = _match_names(case, dialects, listing)
     match = _fill(case, dialects, names)

@@ -74,6 +74,31 @@ class NamedModule(NamedTuple):
         return Registration(raw, unwrapped, name, aliases, self.module, attribute, self.path, inner)
 
 
+class ModelTree(NamedTuple):
+    """A model's modules and tensors, which one call finds once.
+
+    Attributes:
+        modules: the modules, as `find_modules` returns them: the model first.
+        tensors: the tensors, as `find_tensors` returns them.
+    """
+
+    modules: Sequence[NamedModule]
+    tensors: list[ModelTensor]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        return self.modules[0].module
+
+
+def find_tree(model: nn.Module, *, with_packed: bool = False) -> ModelTree:
+    """Find the modules and tensors of a model; see `find_modules` and `find_tensors`, also for the
+    errors.
+    """
+    modules = find_modules(model)
+    return ModelTree(modules, tensors_of(modules, with_packed=with_packed))
+
+
 def find_modules(model: nn.Module) -> list[NamedModule]:
     """Return the modules of a model, parents first, including the children of frozen parts.
 

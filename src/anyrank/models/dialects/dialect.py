@@ -42,21 +42,24 @@ class Case:
     """One model and one source to match.
 
     Attributes:
-        model: the model to fill.
-        modules, tensors: all modules and tensors of the model.
+        modules, tensors: all modules and tensors of the model to fill.
         source: the weights in the source, by the source's own keys.
         options: the caller's options.
         parts: contents of the sources of the model's frozen parts.
         classes: the classes of all dialects, in the order in which they are asked.
     """
 
-    model: nn.Module
     modules: Sequence[NamedModule]
     tensors: list[ModelTensor]
     source: Listing
     options: LoadOptions
     parts: Mapping[FrozenSource, Listing] = field(default_factory=dict[FrozenSource, Listing])
     classes: Sequence[type[Dialect]] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model to fill."""
+        return self.modules[0].module
 
     @property
     def is_live(self) -> bool:

@@ -26,7 +26,11 @@ from anyrank.models.alike import (
     find_coordinates,
     inventory_of,
 )
-from anyrank.models.dialects.layouts.given import join_parts, tensors_with_layout
+from anyrank.models.dialects.layouts.given import (
+    apply_layout,
+    join_parts,
+    warn_about_unused_layout,
+)
 from anyrank.models.dialects.peft.merging import as_merged
 from anyrank.models.own_code import (
     added_to_state_dict,
@@ -34,7 +38,7 @@ from anyrank.models.own_code import (
     extra_states,
 )
 from anyrank.models.spreads import spreads_of
-from anyrank.models.tensors import ModelTensor, in_state_dict
+from anyrank.models.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.runs.saving.rank_file import make_items, write_share
 from anyrank.sources.readers.joining import join
 from anyrank.sources.readers.memory import list_memory
@@ -251,7 +255,10 @@ def _find_written(
     Raises:
         LoadError: a tensor cannot be written as it is, or does not match `layout=`.
     """
-    tensors = in_state_dict(tensors_with_layout(model, options.layout, ranks))
+    targets = find_tensors(model)
+    apply_layout(targets, options.layout, ranks)
+    warn_about_unused_layout(options.layout, targets)
+    tensors = in_state_dict(targets)
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
     if adapters:
         merged = as_merged(tensors)

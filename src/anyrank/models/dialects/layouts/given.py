@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
 
 from anyrank.errors import LoadError, WrongType, WrongValue
 from anyrank.models.dtensors import placement_of
-from anyrank.models.tensors import ModelTensor, find_tensors
+from anyrank.models.tensors import ModelTensor
 from anyrank.tensors.layout import IntervalShard, Layout, Placement, local_shape
 from anyrank.tensors.names import candidates
 from anyrank.tensors.sharded_tensor import Coordinates
@@ -307,18 +306,6 @@ def check_parts(
                 f"The ranks at the coordinates of its mesh of shape {list(layout.mesh_shape)} are "
                 f"{parts}. Pass the same list of ranks on every rank of a mesh."
             )
-
-
-def tensors_with_layout(model: nn.Module, layout: GivenLayout, ranks: Ranks) -> list[ModelTensor]:
-    """Return the tensors of a model, as the parts that the layout declares. Does not communicate.
-
-    Raises:
-        LoadError, TypeError, ValueError: as for `apply_layout`.
-    """
-    tensors = find_tensors(model)
-    apply_layout(tensors, layout, ranks)
-    warn_about_unused_layout(layout, tensors)
-    return tensors
 
 
 def warn_about_unused_layout(layout: GivenLayout, *ends: Sequence[ModelTensor]) -> None:
