@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 import anyrank
+from anyrank.models.dialects.dialect import match_of_rules
+from anyrank.models.first_values.initialize import Initializer
+from anyrank.models.memory_meter import Meter
+from anyrank.models.share import ModelShare
+from anyrank.models.tensors import find_tensors
 
 
 class Positions(nn.Module):
@@ -69,3 +74,19 @@ def test_what_no_rule_writes_is_refused(dtype: torch.dtype, rows: int) -> None:
     with pytest.raises(anyrank.LoadError, match=r"no rule of their module fills: mask"):
         anyrank.materialize(model, device="cpu")
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_real_buffer_that_moves_to_the_device_of_the_parameters_is_followed() -> None:
+    model = nn.Module()
+    model.register_buffer("count", torch.ones(2))
+    targets = find_tensors(model)
+    share = ModelShare(
+        match_of_rules(targets, []),
+        Meter(),
+        Initializer(model, 0),
+        device=torch.device("meta"),  # in place of an accelerator
+    )
+    share.has_moved = True
+    share.move_buffers()
+    assert model.get_buffer("count").is_meta
+    assert targets[0].tensor is model.get_buffer("count")
