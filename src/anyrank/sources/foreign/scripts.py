@@ -97,90 +97,176 @@ def _read_table(files: Collector, table: dict[Any, Any], path: str) -> ForeignCh
     Raises:
         LoadError: it contains no weights.
     """
-    rest = {str(key): value for key, value in table.items()}
-    tree = {**rest}
-    weights: dict[str, Listing] = {}
-    not_read: dict[str, str] = {}
-    keys: dict[str, str] = {}  # for parts that have a different name in the table
-    averages: dict[str, Any] = {}
-    names_of = {"model": NESTED, "ema": EMAS}
-    if _has_average(rest):
-        average = {f"module.{key}": value for key, value in rest["state_dict"].items()}
-        # The same names as in torch's AveragedModel.
-        rest["state_dict"] = average | rest.pop("averaging_state")
-        names_of = {"model": (TRAINED,), "ema": ("state_dict",)}
-    for name, names in names_of.items():
-        key = next((key for key in names if flat(rest.get(key))), None)
-        if key is not None:
-            inner = rest.pop(key)
-            weights[name] = weights_of(inner)
-            keys[name] = key
-            averages |= {} if name == "model" else {name: inner}  # the part may not be a module
-            if isinstance(rest.get(name), dict):
-                del rest[name]
-                not_read[name] = f"the part {name} was read from {key}"
-    optimizers = {
-        name: _optimizer(tree, f"{path}: {name}")
-        for name, tree in _take_parts(rest, OPTIMIZERS, keys)
-    }
-    stateful = [*_take_parts(rest, SCHEDULERS, keys), *_take_parts(rest, SCALERS, keys)]
-    states: dict[str, Any] = averages | dict(stateful)
-    step, not_a_step = _step(files, rest)
-    assumed: list[str] = []
-    if step is None and not not_a_step and (match := STEP_NAME.search(path.rpartition("/")[2])):
-        step = int(match[1])
-        assumed.append(f"step {step} was taken from the name of {path}, which does not store it")
-    counts = [files.steps_of(optimizer) for optimizer in optimizers.values()]
-    optimizer_steps = max((count for count in counts if count is not None), default=None)
-    if step is None and not not_a_step and optimizer_steps:
-        step = optimizer_steps
-        assumed.append(
-            f"step {step} was taken from the optimizer's count, because {path} does not store it"
-        )
-    if "model" not in weights:
-        tensors = {key: value for key, value in rest.items() if isinstance(value, StoredTensor)}
-        tensors = {key: value for key, value in tensors.items() if key not in STEPS}
-        if not tensors and not any(map(flat, _unpacked(rest).values())) and not weights:
-            shown = ", ".join(map(str, [*table][:20])) or "nothing"
-            raise LoadError(
-                f"{path}: contains no weights under {', '.join(NESTED)}; it contains {shown}"
-            )
-        weights |= {"model": Listing("", (), tensors)} if tensors else {}
-        rest = {key: value for key, value in rest.items() if key not in tensors}
-    loops: Any = rest.pop("loops", None)
-    for key, value in _unpacked(rest).items():
-        if isinstance(value, dict) and value and not key.startswith(NOT_READ):
-            states.setdefault(key, value)
-            if isinstance(value.get("param_groups"), list) and "state" in value:
-                optimizers.setdefault(key, _optimizer(value, f"{path}: {key}"))
-            elif flat(value):  # the weights of a module, if the part is one
-                weights[key] = weights_of(value)
-    is_lightning = "pytorch-lightning_version" in rest
-    saved_epoch = rest.get("epoch")
-    if isinstance(saved_epoch, StoredTensor) and saved_epoch.numel == 1:
-        saved_epoch = files.value(saved_epoch)
-    epoch, batches = _epoch(saved_epoch, loops)
-    if epoch is not None and not isinstance(loops, dict):
-        assumed.append(
-            f"epoch {epoch:g} is interpreted as {epoch:g} completed epochs; if that is wrong, pass "
-            "the number of completed epochs: resume(epoch=...)"
-        )
+    parts = _Parts(files, table, path)
+    parts.take_modules()
+    parts.take_optimizers()
+    parts.take_states()
+    step, not_a_step = parts.take_step()
+    optimizer_steps = parts.count_optimizer_steps()
+    if step is None and not not_a_step:
+        step = parts.assume_step(optimizer_steps)
+    if "model" not in parts.weights:
+        parts.take_flat_weights()
+    loops: Any = parts.rest.pop("loops", None)
+    parts.take_others()
+    epoch, batches = parts.find_epoch(loops)
+    is_lightning = "pytorch-lightning_version" in parts.rest
+    unread = {key: WHY for key in parts.rest if key.startswith(NOT_READ)}
     return ForeignCheckpoint(
         "Lightning" if is_lightning else "a training script",
         files.listing("lightning" if is_lightning else "torch"),
-        weights,
-        optimizers,
-        states,
+        parts.weights,
+        parts.optimizers,
+        parts.states,
         step=step,
         not_a_step=not_a_step,
         epoch=epoch,
         batches=batches,
-        not_read=not_read | {key: WHY for key in rest if key.startswith(NOT_READ)},
-        keys={name: key for name, key in keys.items() if name != key},
+        not_read=parts.not_read | unread,
+        keys={name: key for name, key in parts.keys.items() if name != key},
         optimizer_steps=optimizer_steps,
-        assumed=assumed,
-        tree=tree,
+        assumed=parts.assumed,
+        tree=parts.tree,
     )
+
+
+class _Parts:
+    """The parts that were found in a table. Each call takes those that it knows out of `rest`.
+
+    Attributes:
+        tree: the whole table.
+        rest: the entries that no call has taken.
+        weights, optimizers, states: parts by name. A part with weights may also be a state, if it
+            is not sure to be a module.
+        keys: part -> its name in the table.
+        not_read: part -> why it is not read.
+        assumed: sentences about what the table does not say.
+    """
+
+    def __init__(self, files: Collector, table: dict[Any, Any], path: str) -> None:
+        self.files, self.path = files, path
+        self.rest: dict[str, Any] = {str(key): value for key, value in table.items()}
+        self.tree = {**self.rest}
+        self.weights: dict[str, Listing] = {}
+        self.optimizers: dict[str, ForeignOptimizer] = {}
+        self.states: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}
+        self.not_read: dict[str, str] = {}
+        self.assumed: list[str] = []
+
+    def take_modules(self) -> None:
+        """Take the weights of the model, and their average."""
+        rest, names_of = self.rest, {"model": NESTED, "ema": EMAS}
+        if _has_average(rest):
+            average = {f"module.{key}": value for key, value in rest["state_dict"].items()}
+            # The same names as in torch's AveragedModel.
+            rest["state_dict"] = average | rest.pop("averaging_state")
+            names_of = {"model": (TRAINED,), "ema": ("state_dict",)}
+        for name, names in names_of.items():
+            key = next((key for key in names if flat(rest.get(key))), None)
+            if key is None:
+                continue
+            inner = rest.pop(key)
+            self.weights[name] = weights_of(inner)
+            self.keys[name] = key
+            if name != "model":  # the part may not be a module
+                self.states[name] = inner
+            if isinstance(rest.get(name), dict):
+                del rest[name]
+                self.not_read[name] = f"the part {name} was read from {key}"
+
+    def take_optimizers(self) -> None:
+        """Take the optimizers with the usual names."""
+        for name, tree in _take_parts(self.rest, OPTIMIZERS, self.keys):
+            self.optimizers[name] = _optimizer(tree, f"{self.path}: {name}")
+
+    def take_states(self) -> None:
+        """Take the schedulers and scalers with the usual names."""
+        for names in (SCHEDULERS, SCALERS):
+            self.states |= dict(_take_parts(self.rest, names, self.keys))
+
+    def take_step(self) -> tuple[int | None, str]:
+        """Take the completed steps; also return the error text for an invalid value."""
+        wrong = ""
+        inner = (self.rest[key] for key in PROGRESS if isinstance(self.rest.get(key), dict))
+        for table in [self.rest, *inner]:
+            for name in STEPS:
+                value = table.get(name)
+                if isinstance(value, StoredTensor) and value.numel == 1:
+                    value = self.files.value(value)
+                if is_plain_number(value) and value >= 0 and value % 1 == 0:
+                    table.pop(name)
+                    return int(value), ""
+                if value is not None and not isinstance(value, dict | StoredTensor):
+                    wrong = (
+                        wrong or f"the checkpoint's {name} is {value!r:.40}, which is not a step"
+                    )
+        return None, wrong
+
+    def count_optimizer_steps(self) -> int | None:
+        """Return the largest number of steps that an optimizer has counted, if any."""
+        counts = [self.files.steps_of(optimizer) for optimizer in self.optimizers.values()]
+        return max((count for count in counts if count is not None), default=None)
+
+    def assume_step(self, optimizer_steps: int | None) -> int | None:
+        """Return the step in the file's name, or the optimizer's count; None without either."""
+        path = self.path
+        if match := STEP_NAME.search(path.rpartition("/")[2]):
+            step = int(match[1])
+            self.assumed.append(
+                f"step {step} was taken from the name of {path}, which does not store it"
+            )
+            return step
+        if not optimizer_steps:
+            return None
+        self.assumed.append(
+            f"step {optimizer_steps} was taken from the optimizer's count, because {path} does not "
+            "store it"
+        )
+        return optimizer_steps
+
+    def take_flat_weights(self) -> None:
+        """Take the tensors that are in no inner table, as the model's.
+
+        Raises:
+            LoadError: the table has no weights at all.
+        """
+        tensors = {
+            key: value
+            for key, value in self.rest.items()
+            if isinstance(value, StoredTensor) and key not in STEPS
+        }
+        if tensors:
+            self.weights["model"] = Listing("", (), tensors)
+            self.rest = {key: value for key, value in self.rest.items() if key not in tensors}
+        elif not self.weights and not any(map(flat, _unpacked(self.rest).values())):
+            shown = ", ".join([*self.tree][:20]) or "nothing"
+            raise LoadError(
+                f"{self.path}: contains no weights under {', '.join(NESTED)}; it contains {shown}"
+            )
+
+    def take_others(self) -> None:
+        """Add the tables with other names, which parts of the state may have."""
+        for key, value in _unpacked(self.rest).items():
+            if isinstance(value, dict) and value and not key.startswith(NOT_READ):
+                self.states.setdefault(key, value)
+                if isinstance(value.get("param_groups"), list) and "state" in value:
+                    self.optimizers.setdefault(key, _optimizer(value, f"{self.path}: {key}"))
+                elif flat(value):  # the weights of a module, if the part is one
+                    self.weights[key] = weights_of(value)
+
+    def find_epoch(self, loops: Any) -> tuple[float | None, int]:
+        """Return the completed epochs, and the batches of the next one; `loops` is Lightning's."""
+        saved = self.rest.get("epoch")
+        if isinstance(saved, StoredTensor) and saved.numel == 1:
+            saved = self.files.value(saved)
+        epoch, batches = _epoch(saved, loops)
+        if epoch is not None and not isinstance(loops, dict):
+            self.assumed.append(
+                f"epoch {epoch:g} is interpreted as {epoch:g} completed epochs; if that is wrong, "
+                "pass the number of completed epochs: resume(epoch=...)"
+            )
+        return epoch, batches
 
 
 def _unpacked(rest: dict[str, Any]) -> dict[str, Any]:
@@ -236,25 +322,6 @@ def _optimizer(tree: Any, path: str) -> ForeignOptimizer:
     if isinstance(tree.get("param_groups"), list):
         return optimizer_of(tree, path)
     return dcp_state.read_tree(tree, path)
-
-
-def _step(files: Collector, rest: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the completed steps, found by the usual names, and the error text for an invalid
-    value.
-    """
-    wrong = ""
-    tables = [rest, *(rest[key] for key in PROGRESS if isinstance(rest.get(key), dict))]
-    for table in tables:
-        for name in STEPS:
-            value = table.get(name)
-            if isinstance(value, StoredTensor) and value.numel == 1:
-                value = files.value(value)
-            if is_plain_number(value) and value >= 0 and value % 1 == 0:
-                table.pop(name)
-                return int(value), ""
-            if value is not None and not isinstance(value, dict | StoredTensor):
-                wrong = wrong or f"the checkpoint's {name} is {value!r:.40}, which is not a step"
-    return None, wrong
 
 
 def _epoch(epoch: Any, loops: Any) -> tuple[float | None, int]:
