@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -51,27 +52,67 @@ def select(listing: Listing, rename: Rename) -> Selection:
             for `unused_renames`.
     """
     source, new_name = listing, renamer(rename)
-    named = tables_named(listing, None if rename is None else new_name)
-    tables: list[str] = []
-    if named is None:
-        parts = parts_of(listing)
-        tables, prefix = sorted(filter(None, parts.tables)), parts.prefix
-        listing = take_tables(listing, parts.weights, parts.others)
-    else:
-        listing, prefix = named, ""
+    listing, prefix, tables = _weights_of(source, rename)
     # If one table is known to hold the weights, names are relative to the table.
     keys = {key: key.removeprefix(prefix) for key in listing.tensors}
     chosen = listing.with_tensors({name: listing.tensors[key] for key, name in keys.items()})
     idle = unused_renames(rename, source, chosen, chosen.tensors, tables)
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
-    skipped = [f"{key}: rename= leaves it out" for key in left_out]
     names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
+    names, counters = _without_average(names)
+    _check_names(names, listing)
+    _check_readable(listing, prefix, new_name)
+    if not names:
+        raise LoadError(
+            "the source has no weights to convert. `anyrank inspect` shows its contents"
+        )
+    tensors = {name: listing.tensors[key] for key, name in names.items()}
+    tied = ties_of(tensors)
+    notes = (
+        *listing.skipped_texts,
+        *(f"{key}: rename= leaves it out" for key in left_out),
+        *(f"{key}: counts the updates of an AveragedModel" for key in counters),
+        *(f"{key}: extra state of a module, which is not a tensor" for key in listing.extras),
+        *idle,
+    )
+    return Selection(
+        tensors={name: stored for name, stored in tensors.items() if name not in tied},
+        tied=tied,
+        renamed={key: name for key, name in names.items() if key != name},
+        skipped=notes,
+        left_out=frozenset(listing.tensors[key].name for key in left_out),
+    )
+
+
+def _weights_of(source: Listing, rename: Rename) -> tuple[Listing, str, list[str]]:
+    """Return the weights of a source, the prefix of the table that is known to hold them, and the
+    tables that may.
+    """
+    named = tables_named(source, None if rename is None else renamer(rename))
+    if named is not None:
+        return named, "", []
+    parts = parts_of(source)
+    weights = take_tables(source, parts.weights, parts.others)
+    return weights, parts.prefix, sorted(filter(None, parts.tables))
+
+
+def _without_average(names: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the names of an AveragedModel's tensors as the model has them, and the keys of its
+    counters, which the model lacks; other names are unchanged.
+    """
     counters = [key for key, name in names.items() if name == AVERAGED]
-    wrapped = {key: name for key, name in names.items() if key not in counters}
-    if wrapped and all(name.startswith("module.") for name in wrapped.values()):
-        names = {key: name.removeprefix("module.") for key, name in wrapped.items()}
-        skipped += [f"{key}: counts the updates of an AveragedModel" for key in counters]
-    tensors: dict[str, StoredTensor] = {}
+    averages = {key: name for key, name in names.items() if name != AVERAGED}
+    if not averages or not all(name.startswith("module.") for name in averages.values()):
+        return names, []
+    return {key: name.removeprefix("module.") for key, name in averages.items()}, counters
+
+
+def _check_names(names: Mapping[str, str], listing: Listing) -> None:
+    """Check that each key has its own name.
+
+    Raises:
+        LoadError: two keys have the same name, or one has none.
+    """
     owner: dict[str, str] = {}
     for key, name in names.items():
         if name in owner:
@@ -83,24 +124,16 @@ def select(listing: Listing, rename: Rename) -> Selection:
             what = f"the key {key} has only wrapper prefixes" if key else "a tensor has no name"
             raise LoadError(f"{where}: {what}. Name it in a dict, or pass rename=")
         owner[name] = key
-        tensors[name] = listing.tensors[key]
+
+
+def _check_readable(listing: Listing, prefix: str, new_name: Callable[[str], str]) -> None:
+    """Raise LoadError if a tensor cannot be read, and `rename=` does not leave it out."""
     for key, what in listing.unreadable.items():
         name = key.removeprefix(prefix)
         if new_name(name):
             raise LoadError(
                 f"{key}: is {what}; then convert, or leave it out with rename={ {name: ''}!r}"
             )
-    if not tensors:
-        raise LoadError(
-            "the source has no weights to convert. `anyrank inspect` shows its contents"
-        )
-    tied = ties_of(tensors)
-    kept = {name: stored for name, stored in tensors.items() if name not in tied}
-    extras = [f"{key}: extra state of a module, which is not a tensor" for key in listing.extras]
-    renamed = {key: name for key, name in names.items() if key != name}
-    notes = (*listing.skipped_texts, *skipped, *extras, *idle)
-    stored_names = frozenset(listing.tensors[key].name for key in left_out)
-    return Selection(kept, tied, renamed, notes, stored_names)
 
 
 def _plain(name: str) -> str:
