@@ -192,23 +192,12 @@ def match_optimizer(
     fresh: list[str] = []
     if not _has_same_groups(optimizer, record, names):
         fresh = match_groups(part, optimizer, record, names, source, matched)
-    absent = [name for name in record["state"] if name not in by_name]
-    unknown = [name for name in absent if not source.is_dropped(name)]
-    if unknown and not matched.problems:  # a problem of the groups already lists these
-        shown = [f"{name}{near(name, list(by_name))}" for name in unknown]
-        title = f"{part}: has state for parameters that it no longer holds"
-        matched.problems += [in_line(title, shown)]
+    if not matched.problems:  # a problem of the groups already lists these
+        matched.problems += _without_parameter(part, record, source, by_name)
     if record["class"] not in (name, UNKNOWN):
         matched.problems.append(other_class(part, name, record["class"]))
-    elif keeps_one_vector(optimizer) and record["state"] and not matched.problems:
-        saved_order = [name for group in record["groups"] for name in group["params"]]
-        if saved_order != [*by_name]:
-            matched.problems.append(
-                f"{part}: {name} keeps one history over all parameters, in their order, which was "
-                f"{', '.join(saved_order[:SHOWN])} in the saved run and is "
-                f"{', '.join([*by_name][:SHOWN])} here. Make it with the same parameters in the "
-                f"saved order, or pass skip=[{part!r}] to start it anew"
-            )
+    elif not matched.problems:
+        matched.problems += _other_order(part, optimizer, record, by_name)
     if matched.problems:
         return matched
     allocator = _StateAllocator(source, matched, optimizer, rank, record.get("alike", ()))
@@ -233,6 +222,33 @@ def match_optimizer(
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
+
+
+def _without_parameter(
+    part: str, record: Any, source: PartSource, parameters: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Describe saved state whose parameter the optimizer no longer holds."""
+    absent = [name for name in record["state"] if name not in parameters]
+    unknown = [name for name in absent if not source.is_dropped(name)]
+    if not unknown:
+        return []
+    shown = [f"{name}{near(name, [*parameters])}" for name in unknown]
+    return [in_line(f"{part}: has state for parameters that it no longer holds", shown)]
+
+
+def _other_order(
+    part: str, optimizer: Optimizer, record: Any, parameters: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Describe a different order of the parameters, if the state depends on it."""
+    saved_order = [name for group in record["groups"] for name in group["params"]]
+    if not (keeps_one_vector(optimizer) and record["state"]) or saved_order == [*parameters]:
+        return []
+    return [
+        f"{part}: {type(optimizer).__name__} keeps one history over all parameters, in their "
+        f"order, which was {', '.join(saved_order[:SHOWN])} in the saved run and is "
+        f"{', '.join([*parameters][:SHOWN])} here. Make it with the same parameters in the saved "
+        f"order, or pass skip=[{part!r}] to start it anew"
+    ]
 
 
 def keeps_one_vector(optimizer: Optimizer) -> bool:
