@@ -10,7 +10,8 @@ import torch
 from anyrank.errors import LoadError
 from anyrank.files.listing import Fetch, FileInfo, Listing
 from anyrank.models.dialects.computed import ITEM, ComputedFile
-from anyrank.models.dialects.dialect import Dialect, Renamer
+from anyrank.models.dialects.dialect import Dialect
+from anyrank.sources.tables.renaming import Renamer
 from anyrank.tensors.spec import StoredTensor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from anyrank.errors import CheckpointError, CorruptCheckpoint, LoadError
 from anyrank.files.block_sums import sums_bytes, sums_name
 from anyrank.files.json_codec import reading_record
-from anyrank.files.storage import FileRecord, Storage, digest_of, join_path, read_whole
+from anyrank.files.storage import FileRecord, Storage, join_path, read_whole, record_of
 
 MANIFEST = "anyrank.json"
 FORMAT = "anyrank run"
@@ -234,7 +234,7 @@ def read_small(
     except LoadError as error:  # it already names the path and the byte
         raise CheckpointError(str(error)) from error
     if expected is not None:
-        actual = digest_of(data)
+        actual = record_of(data)
         if (actual.size, actual.xxh3_64) != (expected.size, expected.xxh3_64):
             raise CorruptCheckpoint(
                 f"{path}: has {actual.size} bytes with checksum {actual.xxh3_64}, but the manifest "

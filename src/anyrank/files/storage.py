@@ -66,7 +66,7 @@ class FileRecord:
     xxh3_64: str
 
 
-def digest_of(data: bytes | memoryview) -> FileRecord:
+def record_of(data: bytes | memoryview) -> FileRecord:
     """Return the size and the hash of bytes in memory."""
     import xxhash  # only files that are written or verified need it
 
@@ -87,7 +87,7 @@ def write_file(storage: Storage, path: str, data: bytes) -> FileRecord:
             file.abandon()
             raise
         file.finish()
-    return digest_of(data)
+    return record_of(data)
 
 
 def storing(path: str) -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from anyrank.world.alike import (
     RanksByText,
     differing,
     digest_of,
-    digests_of,
+    digests_of_lines,
     join_digests,
 )
 from anyrank.world.ranks import Ranks
@@ -121,7 +121,9 @@ def differing_replicas(
     )
     if not balance:
         return {}
-    compared = ranks.reduce("comparing the replicas", digests_of(lines, ranks.rank), join_digests)
+    compared = ranks.reduce(
+        "comparing the replicas", digests_of_lines(lines, ranks.rank), join_digests
+    )
     wrong: dict[str, RanksByText] = {}
     for by_name in differing(lines, compared, ranks).values():
         for name, by_text in by_name.items():  # several parts of one tensor

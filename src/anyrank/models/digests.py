@@ -11,7 +11,7 @@ from anyrank.files.content_hash import content_hash
 from anyrank.tensors.sharded_tensor import is_released
 
 
-def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+def digests_of_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Hash the current values of each tensor in row-major order, whatever its strides are.
 
     Args:

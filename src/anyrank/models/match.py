@@ -14,7 +14,6 @@ from anyrank.models.dialects.dialect import (
     Case,
     Dialect,
     ModelMatch,
-    Renamer,
     dialects_of,
     dtypes_of,
     with_values,
@@ -32,7 +31,7 @@ from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, ModelTree
 from anyrank.models.wrappers import Registration
 from anyrank.sources.tables.choice import unused_renames, weights_for
-from anyrank.sources.tables.renaming import renamer
+from anyrank.sources.tables.renaming import Renamer, renamer
 from anyrank.tensors.names import (
     AVERAGED,
     TensorKeys,

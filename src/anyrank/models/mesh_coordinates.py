@@ -79,21 +79,23 @@ def _in_mesh(mesh: Any, ranks: Ranks) -> ByRank | None:
     root = (
         mesh if mesh.mesh.numel() == ranks.size else getattr(mesh, "_get_root_mesh", lambda: mesh)()
     )
-    spots = _spots(root)
-    if {*spots} != {*ranks.ranks}:
+    coordinates = _coordinates_in(root)
+    if {*coordinates} != {*ranks.ranks}:
         return None
     if root is not mesh:
         names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
         if len(names) != mesh.ndim or not {*names} <= {*all_names}:
             return None
         axes = [all_names.index(name) for name in names]
-        spots = {rank: tuple(spot[axis] for axis in axes) for rank, spot in spots.items()}
-        if any(spots[rank] != spot for rank, spot in _spots(mesh).items()):
+        coordinates = {
+            rank: tuple(known[axis] for axis in axes) for rank, known in coordinates.items()
+        }
+        if any(coordinates[rank] != known for rank, known in _coordinates_in(mesh).items()):
             return None
-    return tuple(spots[rank] for rank in ranks.ranks)
+    return tuple(coordinates[rank] for rank in ranks.ranks)
 
 
-def _spots(mesh: Any) -> dict[int, tuple[int, ...]]:
+def _coordinates_in(mesh: Any) -> dict[int, tuple[int, ...]]:
     """Return the coordinate of each rank of a mesh."""
     ranks = mesh.mesh.flatten().tolist()
     indices = (mesh.mesh >= 0).nonzero().tolist()

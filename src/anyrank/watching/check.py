@@ -13,7 +13,7 @@ from anyrank.errors import RankError
 from anyrank.watching.facts import LINES, Facts, Known, Tables, facts_of
 from anyrank.watching.findings import Finding, Findings
 from anyrank.watching.rules import run_rules
-from anyrank.world.alike import Compared, differing, digests_of, join_digests
+from anyrank.world.alike import Compared, differing, digests_of_lines, join_digests
 from anyrank.world.arguments import compare_arguments
 from anyrank.world.ranks import open_ranks
 
@@ -97,7 +97,7 @@ def check_now(
 
         def find_facts() -> tuple[tuple[Tables, Facts], dict[str, Compared]]:
             tables, facts = facts_of(model, optimizers, loader, ranks, written, is_seeded)
-            return (tables, facts), digests_of(tables, ranks.rank)
+            return (tables, facts), digests_of_lines(tables, ranks.rank)
 
         (tables, own_facts), compared = ranks.run_and_reduce(
             "looking at the model", find_facts, join_digests

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from anyrank.models.digests import digests_of
+from anyrank.models.digests import digests_of_values
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.training.random_state.generators import own_accelerator
 from anyrank.training.steps.loader import ElasticLoader
@@ -96,7 +96,7 @@ def facts_of(
     parts = model_rules.take_apart(model)
     tensors = model_rules.readable(parts, written)
     frozen = {entry.name for entry in parts.parameters() if not entry.tensor.requires_grad}
-    digests = digests_of((tensor.name, tensor.local()) for tensor in tensors)
+    digests = digests_of_values((tensor.name, tensor.local()) for tensor in tensors)
     kinds = model_rules.kinds_of(parts)
     tables = {
         "kinds": kinds,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from anyrank import faults
 from anyrank.world.connections import Connections
 from anyrank.world.failures import Failure, as_failure, join_failures
-from anyrank.world.first_ranks import FirstRanks, join_first
+from anyrank.world.first_ranks import FirstRanks, join_ranks
 from anyrank.world.message import END, ENDED, FINE, HEAD_BYTES, TROUBLE, Message
 from anyrank.world.waits import POLL_SEC
 
@@ -51,8 +51,8 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(
-            join_first(self.actions, other.actions),
-            join_first(self.failures, other.failures),
+            join_ranks(self.actions, other.actions),
+            join_ranks(self.failures, other.failures),
             self.failed + other.failed,
         )
 

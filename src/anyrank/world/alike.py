@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from anyrank.world.first_ranks import FirstRanks, join_first
+from anyrank.world.first_ranks import FirstRanks, join_ranks
 from anyrank.world.ranks import Ranks
 
 RanksByText: TypeAlias = "dict[str | None, FirstRanks]"
@@ -45,7 +45,7 @@ def digest_of(items: Iterable[object]) -> str:
     return hashlib.blake2b(repr([*items]).encode(), digest_size=16).hexdigest()
 
 
-def digests_of(lines: Mapping[Key, Mapping[str, str]], rank: int) -> dict[Key, Compared]:
+def digests_of_lines(lines: Mapping[Key, Mapping[str, str]], rank: int) -> dict[Key, Compared]:
     """Digest this rank's lines of each kind, for `join_digests` to merge."""
     return {kind: Compared(digest_of(texts.items()), rank) for kind, texts in lines.items()}
 
@@ -70,7 +70,7 @@ def differing(
 
     Args:
         lines: this rank's lines, by kind.
-        compared: `digests_of` the lines of every rank, merged.
+        compared: `digests_of_lines` the lines of every rank, merged.
         ranks: ranks that compare.
         limit: maximum number of lines of one kind to return; None for all of them.
 
@@ -111,7 +111,7 @@ def unlike(ranks: Ranks, what: str, lines: Mapping[str, str]) -> dict[str, Ranks
         lines: this rank's lines.
     """
     own_kind = {"lines": {**lines}}
-    compared = ranks.reduce(what, digests_of(own_kind, ranks.rank), join_digests)
+    compared = ranks.reduce(what, digests_of_lines(own_kind, ranks.rank), join_digests)
     return differing(own_kind, compared, ranks).get("lines", {})
 
 
@@ -129,6 +129,6 @@ def _join_texts(
     for kind, by_name in others.items():
         known = joined.get(kind, {})
         joined[kind] = {
-            name: join_first(known.get(name, {}), by_text) for name, by_text in by_name.items()
+            name: join_ranks(known.get(name, {}), by_text) for name, by_text in by_name.items()
         }
     return joined

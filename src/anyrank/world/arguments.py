@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from anyrank.errors import AnyrankError, WrongType, WrongValue
-from anyrank.world.alike import Compared, differing, digests_of, join_digests
+from anyrank.world.alike import Compared, differing, digests_of_lines, join_digests
 from anyrank.world.failures import argument_text, describe_texts
 from anyrank.world.ranks import Ranks
 
@@ -69,7 +69,7 @@ def compare_and_reduce(
             kind = WrongType if isinstance(wrong, TypeError) else WrongValue
             raise kind(str(wrong)) from wrong
         texts = {"": {name: argument_text(value) for name, value in arguments.items()}}
-        return texts, (digests_of(texts, ranks.rank), value)
+        return texts, (digests_of_lines(texts, ranks.rank), value)
 
     texts, (compared, answer) = ranks.run_and_reduce(
         f"{call}()",

@@ -48,7 +48,7 @@ def name_ranks(ranks: Collection[int] | FirstRanks) -> str:
     return f"rank{'s' if some.count > 1 else ''} {names}{more}"
 
 
-def join_first(some: Mapping[K, FirstRanks], others: Mapping[K, FirstRanks]) -> dict[K, FirstRanks]:
+def join_ranks(some: Mapping[K, FirstRanks], others: Mapping[K, FirstRanks]) -> dict[K, FirstRanks]:
     """Join the ranks of each kind; keep the first few kinds, in the order of their first ranks."""
     joined = {**some}
     for kind, ranks in others.items():

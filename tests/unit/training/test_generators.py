@@ -35,7 +35,7 @@ from anyrank.training.random_state.saved import (
     Scope,
     capture,
     coordinate,
-    digests_of,
+    digests_of_generators,
     from_json,
     restore,
     scopes_of,
@@ -75,7 +75,7 @@ def assert_scopes(
 
 def fingerprints() -> dict[str, str]:
     """Stream -> digest of its state now."""
-    return digests_of(capture({}))
+    return digests_of_generators(capture({}))
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Saved:
 
     @property
     def scopes(self) -> dict[str, Scope]:
-        return scopes_of(self.coords, [digests_of(rank) for rank in self.ranks])
+        return scopes_of(self.coords, [digests_of_generators(rank) for rank in self.ranks])
 
     @property
     def manifest(self) -> str:

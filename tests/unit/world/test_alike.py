@@ -7,8 +7,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from anyrank.world.alike import differing, digests_of, join_digests
-from anyrank.world.first_ranks import FirstRanks, join_first, name_ranks
+from anyrank.world.alike import differing, digests_of_lines, join_digests
+from anyrank.world.first_ranks import FirstRanks, join_ranks, name_ranks
 from anyrank.world.ranks import one_process
 
 Texts = dict[str | None, FirstRanks]
@@ -25,7 +25,7 @@ def compared(tables: list[dict[str, dict[str, str]]], limit: int | None = None) 
         barrier.wait(60)
         return answer
 
-    digests = [digests_of(table, rank) for rank, table in enumerate(tables)]
+    digests = [digests_of_lines(table, rank) for rank, table in enumerate(tables)]
     merged = functools.reduce(join_digests, digests)
     learned: list[Any] = [None] * len(tables)
 
@@ -79,7 +79,7 @@ def test_a_cut_answer_has_every_ranks_own_text() -> None:
 
 def test_no_difference_takes_no_exchange() -> None:
     lines = {"kinds": {"w": "a"}}
-    assert differing(lines, digests_of(lines, 0), one_process()) == {}
+    assert differing(lines, digests_of_lines(lines, 0), one_process()) == {}
 
 
 def test_what_a_rank_lacks_is_unlike_what_another_has() -> None:
@@ -90,11 +90,11 @@ def test_what_a_rank_lacks_is_unlike_what_another_has() -> None:
 def test_a_thousand_ranks_with_a_text_each_are_told_in_a_few() -> None:
     tables = [{"kinds": {"w": f"{rank}"}} for rank in range(1000)]
     digests = functools.reduce(
-        join_digests, (digests_of(table, rank) for rank, table in enumerate(tables))
+        join_digests, (digests_of_lines(table, rank) for rank, table in enumerate(tables))
     )
     assert digests == {"kinds": ("", 0)}
     every = functools.reduce(
-        join_first, ({f"{rank}": FirstRanks((rank,), 1)} for rank in range(1000))
+        join_ranks, ({f"{rank}": FirstRanks((rank,), 1)} for rank in range(1000))
     )
     assert list(every) == [f"{rank}" for rank in range(8)]
     some = FirstRanks.first_of(range(1000))

@@ -19,7 +19,7 @@ only for `complete`, and for the order of the problems in an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -31,10 +31,8 @@ from anyrank.models.frozen_parts import FrozenSource
 from anyrank.models.options import LoadOptions
 from anyrank.models.own_code import OwnCode
 from anyrank.models.tensors import ModelTensor, NamedModule, in_state_dict
-from anyrank.sources.tables.renaming import renamer
+from anyrank.sources.tables.renaming import Renamer, renamer
 from anyrank.tensors.spec import StoredTensor
-
-Renamer = Callable[[str], str]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from anyrank.sources.step_index import INDEX, StepIndex
 from anyrank.training.random_state.saved import (
     RankCoords,
     SavedGenerators,
-    digests_of,
+    digests_of_generators,
     scopes_of,
 )
 from anyrank.world.ranks import Ranks
@@ -143,7 +143,7 @@ def write_own_share(snapshot: Snapshot, store: Storage, folder: str, ranks: Rank
     files = write_share(store, folder, ranks.index, *args)
     own_items = [(i.name, i.dtype, i.box) for i in snapshot.items if i.number is None]
     digest = hashlib.blake2b(repr(own_items).encode(), digest_size=8).digest()
-    generators = digests_of(snapshot.generators)
+    generators = digests_of_generators(snapshot.generators)
     return RankRow(files, digest if own_items else b"", snapshot.coords, generators)
 
 

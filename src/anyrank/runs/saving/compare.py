@@ -13,9 +13,8 @@ from anyrank.models.alike import Inventory, check_alike, find_coordinates, inven
 from anyrank.runs.state.part_types import PartState, differences, shared_tensors
 from anyrank.runs.state.train_state import TrainState
 from anyrank.tensors.sharded_tensor import Coordinates
-from anyrank.training.random_state.saved import GeneratorState, digests_of, undrawn
-from anyrank.world.alike import Compared, differing, digest_of, join_digests
-from anyrank.world.alike import digests_of as digests_of_lines
+from anyrank.training.random_state.saved import GeneratorState, digests_of_generators, undrawn
+from anyrank.world.alike import Compared, differing, digest_of, digests_of_lines, join_digests
 from anyrank.world.ranks import Ranks
 
 # Fact about a whole state -> the start of an error if ranks differ in it, and the way out.
@@ -80,7 +79,7 @@ def summarize(
     """
     _refuse_duplicates(parts)
     rank = ranks.rank
-    generators = digests_of(states)
+    generators = digests_of_generators(states)
     return StateSummary(
         inventory=inventory_of(shared_tensors(parts), ranks),
         position=digests_of_lines(_position_lines(state, parts), rank),

@@ -22,7 +22,7 @@ from anyrank.models.alike import (
     find_coordinates,
     inventory_of,
 )
-from anyrank.models.digests import digests_of
+from anyrank.models.digests import digests_of_values
 from anyrank.models.spreads import replicas_here, spreads_of
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.runs.state.train_state import TrainState
@@ -118,7 +118,7 @@ def find_identical(
 
 def _digests_with_shapes(tensors: Iterable[ShardedTensor]) -> list[str]:
     rows = [*tensors]
-    digests = digests_of((tensor.name, tensor.local()) for tensor in rows)
+    digests = digests_of_values((tensor.name, tensor.local()) for tensor in rows)
     pairs = zip(digests, rows, strict=True)
     return [f"{digest} {list(row.shape)} {row.dtype}" for digest, row in pairs]
 
@@ -153,7 +153,7 @@ def _differing_tensors(
     """Find the tensors that differ, by name: in the ninth of `turn`, or in all. Collective."""
 
     def digest_all(own_tensors: Iterable[ShardedTensor]) -> list[str]:
-        return digests_of((t.name, _compared_part(t.local(), turn)) for t in own_tensors)
+        return digests_of_values((t.name, _compared_part(t.local(), turn)) for t in own_tensors)
 
     return differing_replicas(tensors, ranks, digest_all)
 

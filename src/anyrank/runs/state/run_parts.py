@@ -24,7 +24,7 @@ from anyrank.runs.state.part_types import PartMatch, PartSource, PartState
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.runs.state.script_settings import ScriptSettings
 from anyrank.runs.state.stateful import Stateful, match_stateful, save_stateful
-from anyrank.training.random_state.saved import capture, digests_of
+from anyrank.training.random_state.saved import capture, digests_of_generators
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.wording import count
 from anyrank.world.arguments import compare_arguments
@@ -102,7 +102,7 @@ class RunParts:
 
     def digests_of_generators(self) -> dict[str, str]:
         """Map each random generator to a digest of its state on this rank now."""
-        return digests_of(capture(self.generators))
+        return digests_of_generators(capture(self.generators))
 
     def loaders(self) -> list[ElasticLoader]:
         """Return the ElasticLoaders: `data`, and others."""

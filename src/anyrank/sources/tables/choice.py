@@ -16,12 +16,11 @@ from functools import partial
 from anyrank.errors import AnyrankError, LoadError
 from anyrank.files.listing import Listing
 from anyrank.sources.part_names import NESTED
+from anyrank.sources.tables.renaming import Renamer
 from anyrank.sources.tables.table_names import TableNames, outer_name, whole_keys, whole_unread
 from anyrank.tensors.names import Rename, candidates
 from anyrank.tensors.near_names import Near
 from anyrank.tensors.spec import StoredTensor
-
-Renamer = Callable[[str], str]
 
 
 def weights_for(known: Collection[str], listing: Listing, rename: Renamer | None) -> Listing:

@@ -9,8 +9,10 @@ from typing import cast
 from anyrank.errors import LoadError, WrongType
 from anyrank.tensors.names import Rename
 
+Renamer = Callable[[str], str]
 
-def renamer(rename: Rename) -> Callable[[str], str]:
+
+def renamer(rename: Rename) -> Renamer:
     """Return a function for any of the three forms of `rename=`.
 
     The forms are a dict of keys or prefixes, pairs of regex and replacement that are applied in

@@ -159,14 +159,14 @@ def undrawn(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [name for name in now if before.get(name) == now[name]]
 
 
-def digest_of(state: GeneratorState) -> str:
+def _digest_of(state: GeneratorState) -> str:
     """Return a hash that only equal states share."""
     return blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
 
 
-def digests_of(states: Mapping[str, GeneratorState]) -> dict[str, str]:
+def digests_of_generators(states: Mapping[str, GeneratorState]) -> dict[str, str]:
     """Return generator -> digest of its state."""
-    return {name: digest_of(state) for name, state in states.items()}
+    return {name: _digest_of(state) for name, state in states.items()}
 
 
 def coordinate(scope: Scope, coords: RankCoords) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from anyrank.training.data.batches import FetchedBatch
 from anyrank.training.data.schedule import MicrobatchSlot
 from anyrank.world.failures import Failure, as_failure, join_failures
-from anyrank.world.first_ranks import FirstRanks, join_first
+from anyrank.world.first_ranks import FirstRanks, join_ranks
 from anyrank.world.ranks import Ranks
 
 FIRST = 2  # batches of a step that the ranks agree on together
@@ -47,7 +47,7 @@ class Ahead(NamedTuple):
 
     def join(self, others: Ahead) -> Ahead:
         """Merge the reports of ranks."""
-        failures = join_first(self.failures, others.failures)
+        failures = join_ranks(self.failures, others.failures)
         return Ahead(failures, self.failed + others.failed, self.report + others.report)
 
 

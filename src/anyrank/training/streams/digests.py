@@ -12,7 +12,7 @@ from zlib import crc32
 SPREAD, TEXT = 16, 1000  # values of a sequence, and characters, that are used for a digest
 
 
-def digest_of(row: Any) -> str:
+def digest_of_row(row: Any) -> str:
     """Return a digest of a row: some values of a long one, spread over it; an object's type."""
     text = ""
     with suppress(Exception):  # an unusual value is identified by its type

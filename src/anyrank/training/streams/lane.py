@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from anyrank.errors import CheckpointError
-from anyrank.training.streams.digests import digest_of
+from anyrank.training.streams.digests import digest_of_row
 from anyrank.training.streams.lane_transform import CUT, LaneTransform
 
 Shard = tuple[int, int]  # pass over the shards of its source, and number of the shard
@@ -279,7 +279,7 @@ class Lane:
         if is_reread and (passed, row, len(rows)) != self.state[:3]:
             raise self._changed(self.state.passed)
         state, transform = self._newest, self.transform
-        digest = digest_of(rows[0]) if rows else ""
+        digest = digest_of_row(rows[0]) if rows else ""
         fields: dict[str, Any] = {"length": len(rows), "num_given": 0, "digest": digest}
         if is_reread and rows and digest != state.digest:
             self.changes.append((self._shard(passed)[1], row, row + len(rows)))

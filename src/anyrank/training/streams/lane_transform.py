@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
-from anyrank.training.streams.digests import digest_of
+from anyrank.training.streams.digests import digest_of_row
 
 STATE_BYTES = 1024  # of a transform's state, as JSON
 
@@ -145,7 +145,7 @@ class LaneTransform:
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         parts = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         parts |= getattr(value, "__dict__", {})
-        return {name: digest_of(part) for name, part in parts.items()}
+        return {name: digest_of_row(part) for name, part in parts.items()}
 
     def _check_unchanged(self, fresh: dict[str, str]) -> None:
         digests = self._digests()

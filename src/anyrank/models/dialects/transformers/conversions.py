@@ -19,10 +19,11 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, Renamer
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.transformers.symbolic import SymbolicTensor
 from anyrank.models.plain_copies import plain_copy
 from anyrank.models.tensors import ModelTensor, NamedModule, in_state_dict
+from anyrank.sources.tables.renaming import Renamer
 from anyrank.tensors.names import PEFT_PREFIX, candidates, is_of_adapter
 from anyrank.tensors.spec import StoredTensor
 from anyrank.versions import TESTED, warn_if_untested

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, Renamer
+from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch
 from anyrank.models.dialects.transformers.dequantize import (
     dequantized,
     packed_in_words,
@@ -16,6 +16,7 @@ from anyrank.models.dialects.transformers.dequantize import (
     without_scales,
 )
 from anyrank.models.dialects.transformers.quantized import is_wide, may_be_scaled
+from anyrank.sources.tables.renaming import Renamer
 from anyrank.tensors.spec import StoredTensor
 
 SHOWN = 10
