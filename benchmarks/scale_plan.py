@@ -73,7 +73,7 @@ def play(size: int, count: int, rank: int) -> None:
 
     def plan_own() -> Any:
         coordinates = coordinates_of_all(tensors, everybody, are_alike=True)
-        plan = plan_writes(tensors, spreads_of(tensors, coordinates), size)
+        plan = plan_writes(tensors, spreads_of(tensors, coordinates, everybody), size)
         index = index_of(tensors, plan)
         return plan, index, make_items(tensors, plan.writes_of(rank))
 

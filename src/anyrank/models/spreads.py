@@ -11,15 +11,16 @@ from anyrank.world.ranks import Ranks
 
 
 def spreads_of(
-    tensors: Sequence[ShardedTensor], coordinates: Mapping[int, Coordinates]
+    tensors: Sequence[ShardedTensor], coordinates: Mapping[int, Coordinates], ranks: Ranks
 ) -> list[Spread]:
     """Return the spread of each tensor; tensors with the same spread share one object.
 
     Args:
         tensors: the tensors of any rank.
-        coordinates: coordinates of every rank.
+        coordinates: coordinates of every rank, by global rank.
+        ranks: the ranks, in whose order a spread counts them.
     """
-    by_rank = [*coordinates.values()]
+    by_rank = [coordinates[rank] for rank in ranks.ranks]
     which = by_rank[0].which
     are_numbered_alike = all(known.which is which or known.which == which for known in by_rank)
     spreads: list[Spread] = []

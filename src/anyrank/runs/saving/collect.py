@@ -140,7 +140,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     coordinates = check_same(state, parts, summary, ranks)
     records = _build_records(parts, summary)
     _note_identical(state, parts, records, ranks)
-    spreads = spreads_of(shared_tensors(parts), coordinates)
+    spreads = spreads_of(shared_tensors(parts), coordinates, ranks)
     differed = find_differing_replicas(parts, spreads, saves, state.step, ranks)
     # All use the first rank's count, so that they compare the same ninth in the next save.
     state.parts.saves = saves + 1

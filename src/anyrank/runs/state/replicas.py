@@ -139,7 +139,7 @@ def check_replicas(state: TrainState, ranks: Ranks) -> None:
     title = f"step {state.step}: the ranks' states differ"
     check_alike(title, tensors, inventory, ranks, CheckpointError)
     coordinates = find_coordinates(tensors, inventory, ranks)
-    replicas = [*replicas_here(tensors, spreads_of(tensors, coordinates), ranks)]
+    replicas = [*replicas_here(tensors, spreads_of(tensors, coordinates, ranks), ranks)]
     differing = _differing_tensors([r for r in replicas if not r[0].may_differ], None, ranks)
     if differing:  # the same on every rank, so that all of them gather once more
         others = _differing_tensors([r for r in replicas if r[0].may_differ], None, ranks)

@@ -120,7 +120,7 @@ def convert_live(
             local = {tensor.name: tensor.local() for tensor in tensors}
             report = convert(list_memory(local | extras))
         else:
-            spreads = spreads_of(tensors, coordinates)
+            spreads = spreads_of(tensors, coordinates, ranks)
             with _saved(tensors, spreads, target, ranks) as saved:
                 report = ranks.run_on_one("converting", lambda: convert(_joined(saved(), extras)))
     return replace(
