@@ -133,14 +133,11 @@ def load(
         plan = plan_load(model, source, ranks, options, info, headers)
         if plan.match.stored_twice:
             compare_ties(plan.match, plan.reading.reading_ranks, ranks)
-        verified, nonfinite = list[str](), dict[str, int]()
-        if verify:
-            # Files are compared before anything is filled, the loaded values afterwards.
-            verified = verify_source(plan.match, plan.reading.reading_ranks, ranks)
-            result = fill_from_files(plan, ranks, meter, progress)
-            nonfinite = verify_loaded(plan.match, plan.coordinates, ranks)
-        else:
-            result = fill_from_files(plan, ranks, meter, progress)
+        # Files are compared before anything is filled, the loaded values afterwards.
+        reading_ranks = plan.reading.reading_ranks
+        verified = verify_source(plan.match, reading_ranks, ranks) if verify else []
+        result = fill_from_files(plan, ranks, meter, progress)
+        nonfinite = verify_loaded(plan.match, plan.coordinates, ranks) if verify else {}
         report = _report(plan, result, ", ".join(verified), nonfinite)
     _log(report, ranks)
     return report

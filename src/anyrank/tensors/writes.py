@@ -154,11 +154,6 @@ class WritePlan:
                 writers |= {members[holder] for holder in holders}
         return sorted(writers)
 
-    @property
-    def nbytes(self) -> Sequence[int]:
-        """Number of bytes that each rank writes."""
-        return self._load
-
 
 def plan_writes(
     tensors: Sequence[ShardedTensor], spreads: Sequence[Spread], size: int

@@ -91,7 +91,6 @@ def check_each_element_once(plan: WritePlan) -> list[int]:
         assert bool((times[number] == 1).all()), number
         assert plan.writers(number) == sorted(wrote[number])
         assert not tensor.may_differ or wrote[number] == {0}
-    assert load == list(plan.nbytes)
     return load
 
 

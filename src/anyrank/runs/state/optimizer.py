@@ -73,7 +73,7 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     Raises:
         CheckpointError: a parameter belongs to no module of the state, or state cannot be saved.
     """
-    parameters = _parameters(part, optimizer, names)
+    parameters = _parameters(part, optimizer, names)  # raises for any optimizer
     if has_own_methods(optimizer):
         return save_own_methods(part, optimizer, rank)
     saved = PartState({})

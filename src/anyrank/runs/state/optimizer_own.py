@@ -26,7 +26,7 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-PLAIN = ("state", "param_groups", "defaults")  # every optimizer has these; they are saved by name
+PLAIN = ("state", "param_groups", "defaults")  # every optimizer has and saves these
 NESTED = 6  # levels of containers that are searched
 
 

@@ -66,7 +66,7 @@ def save_stateful(part: str, thing: Stateful, rank: int) -> PartState:
     saved.record = {
         "kind": "stateful",
         "class": class_name(thing),
-        "layout": layout_digest(saved.tensors),
+        "layout": layout_digest(saved.tensors),  # by the names that a resume gives them
         "tree": tree,
     }
     for sharded in saved.tensors:  # like plain ones: `diff` compares them by name
