@@ -66,7 +66,7 @@ def explain_unreadable(storage: Storage, path: str) -> Generator[None]:
     try:
         yield
     except (LoadError, UnsafeFile) as error:
-        what = describe_file(storage, path)
+        what = describe_file(storage, path, lambda head: _format_of_head(head) is not None)
         if what is None:
             raise
         raise type(error)(f"{path}: {what}") from error
@@ -77,5 +77,8 @@ def format_of_file(storage: Storage, path: str) -> str | None:
     if (name := format_of(path)) is not None:
         return name
     with closing(storage.open(path)) as file:
-        head = read_range(file, 0, min(HEAD_BYTES, file.info.size))
+        return _format_of_head(read_range(file, 0, min(HEAD_BYTES, file.info.size)))
+
+
+def _format_of_head(head: bytes) -> str | None:
     return next((name for name, known in FORMATS.items() if known.is_head(head)), None)

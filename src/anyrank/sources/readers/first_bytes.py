@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import re
 import zipfile
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
 from anyrank.errors import LoadError
 from anyrank.files.storage import Storage, read_range
-from anyrank.sources.readers.torch_file import RangeIO, is_head
+from anyrank.sources import safetensors
+from anyrank.sources.readers.torch_file import RangeIO
 
 HEAD_BYTES = 4096
 SHOWN_BYTES = 40  # shown of a file of an unknown kind
@@ -62,11 +64,18 @@ TORCHSCRIPT = (
     "map_location='cpu') with torch.save, and pass that file."
 )
 ZIP = "is a zip archive, but not a torch.save file; unpack it, and pass its contents"
-MAX_HEADER_BYTES = 1 << 40  # a larger header length is text, or the start of a different format
+LENGTH_LIMIT = 1 << 40  # a larger length of a header is text, or the start of a different format
 
 
-def describe_file(storage: Storage, path: str) -> str | None:
-    """Return the error text for the kind of a file; None if its first bytes do not show it."""
+def describe_file(storage: Storage, path: str, is_head: Callable[[bytes], bool]) -> str | None:
+    """Return the error text for the kind of a file; None if its first bytes do not show it.
+
+    Args:
+        storage: where the file is.
+        path: its path.
+        is_head: returns whether a file that starts with these bytes has a known format, whose
+            reader reports what is wrong.
+    """
     try:
         with closing(storage.open(path)) as file:
             size = file.info.size
@@ -76,10 +85,15 @@ def describe_file(storage: Storage, path: str) -> str | None:
     except (OSError, LoadError):
         return None
     sentence = next((kind.sentence for kind in KINDS if kind.begins.match(head)), None)
-    if sentence is None and head[8:9] == b"{" and not path.endswith(".safetensors"):
+    if sentence is None and safetensors.is_head(head) and not path.endswith(".safetensors"):
         length = int.from_bytes(head[:8], "little")
         return SAFETENSORS if length < size else None
-    return sentence or _unknown(head)
+    # A safetensors file may be corrupt after the length of its header.
+    is_known = is_head(head) or int.from_bytes(head[:8], "little") < LENGTH_LIMIT
+    if sentence is None and not is_known:
+        start = head[:SHOWN_BYTES]
+        return f"has an unknown format (it starts with {start!r}); pass a file with weights"
+    return sentence
 
 
 def _in_zip(content: io.RawIOBase, path: str) -> str | None:
@@ -93,13 +107,3 @@ def _in_zip(content: io.RawIOBase, path: str) -> str | None:
     if not any(re.fullmatch(r"[^/]*/?data\.pkl", name) for name in names):
         return ZIP
     return TORCH if path.endswith(".safetensors") else None
-
-
-def _unknown(head: bytes) -> str | None:
-    """Return the error text for a file of an unknown format; None if a reader reports the error."""
-    is_header = int.from_bytes(head[:8], "little") < MAX_HEADER_BYTES
-    if is_head(head) or is_header or head[8:9] == b"{":
-        return None
-    return (
-        f"has an unknown format (it starts with {head[:SHOWN_BYTES]!r}); pass a file with weights"
-    )
