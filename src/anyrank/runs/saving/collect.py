@@ -135,31 +135,15 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     what = "collecting the state"
     (parts, states), summary = ranks.run_and_reduce(what, collect_own, StateSummary.join)
     _, new_run, saves = summary.first
-    samples = state.parts.num_samples()
+    tensors = shared_tensors(parts)
     # Before the replicas: tensors that differ in name or layout have no replicas.
     coordinates = check_same(state, parts, summary, ranks)
     records = _build_records(parts, summary)
     _note_identical(state, parts, records, ranks)
-    spreads = spreads_of(shared_tensors(parts), coordinates, ranks)
+    spreads = spreads_of(tensors, coordinates, ranks)
     differed = find_differing_replicas(parts, spreads, saves, state.step, ranks)
     # All use the first rank's count, so that they compare the same ninth in the next save.
     state.parts.saves = saves + 1
-    manifest = Manifest(
-        run=state.run or new_run,
-        step=state.step,
-        epoch=state.epoch,
-        samples=state.samples if samples is None else samples,
-        saved_on={"ranks": ranks.size, "layout": _describe_layout(shared_tensors(parts))},
-        lineage=state.lineage,
-        written="",
-        versions={"anyrank": __version__, "torch": str(torch.__version__)},
-        files={},
-        ranks=[],
-        parts=records,
-        settings=state.parts.settings.record(records),
-        differed=differed,
-    )
-    tensors = shared_tensors(parts)
     plan = plan_writes(tensors, spreads, ranks.size)
     own_tensors, identical = _split_own(parts, records)
     identical = identical if ranks.index == 0 else []  # which writes them for all
@@ -177,9 +161,42 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
         shared_generators={name: states[name] for name in states if name in alike_generators},
         unused_generators=sorted(summary.unused),
         coords=rank_coords(state, ranks),
-        manifest=manifest,
+        manifest=_start_manifest(
+            state,
+            run=state.run or new_run,
+            saved_on={"ranks": ranks.size, "layout": _describe_layout(tensors)},
+            records=records,
+            differed=differed,
+        ),
         plan=plan,
         index=index,
+    )
+
+
+def _start_manifest(
+    state: TrainState,
+    *,
+    run: str,
+    saved_on: dict[str, Any],
+    records: dict[str, Any],
+    differed: list[str],
+) -> Manifest:
+    """Return the manifest of a step, without its files and the time."""
+    samples = state.parts.num_samples()
+    return Manifest(
+        run=run,
+        step=state.step,
+        epoch=state.epoch,
+        samples=state.samples if samples is None else samples,
+        saved_on=saved_on,
+        lineage=state.lineage,
+        written="",
+        versions={"anyrank": __version__, "torch": str(torch.__version__)},
+        files={},
+        ranks=[],
+        parts=records,
+        settings=state.parts.settings.record(records),
+        differed=differed,
     )
 
 
