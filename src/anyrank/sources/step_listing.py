@@ -64,7 +64,7 @@ class StepLocator(Locator):
         rows = enumerate((*self.index.tensors, *self.own_tensors))
         tensors = {row.name: _listed(row, number) for number, row in rows}
         tensors |= {a: tensors[name].renamed(a) for a, name in self.index.aliases.items()}
-        locators = {0: self}
+        locators: dict[int, Locator] = {0: self}
         return Listing(FORMAT, files, tensors, locators=locators, is_run=True, states_table=True)
 
     def is_listed(self, stored: StoredTensor) -> bool:
