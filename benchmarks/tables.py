@@ -517,16 +517,14 @@ def between(section: str) -> str:
     )
 
 
-MEMORY_ROW = (r"(\n\| memory of 4 ranks[^|]*\| )[^\n]*( \|\n)", "load", memory_row)
 Section = tuple[str, str, Callable[[dict[str, Any]], str]]  # where, from which result, and how
 PAGES: dict[str, list[Section]] = {
     "README.md": [
         (r"(\n\n)\| anyrank / DCP \|.*?(\n\n)", "scale", scale_rows),
-        MEMORY_ROW,
     ],
     "docs/benchmarks.md": [
         (between("machines"), "load", machines),
-        MEMORY_ROW,
+        (r"(\n\| memory of 4 ranks[^|]*\| )[^\n]*( \|\n)", "load", memory_row),
         (between("mlp"), "memory", mlp_table),
         (between("loss"), "memory", loss_table),
         (between("convert"), "convert", convert_table),
