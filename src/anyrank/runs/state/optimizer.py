@@ -29,7 +29,7 @@ from anyrank.files.manifest import IMPLEMENTATION
 from anyrank.models.allocation import device_for
 from anyrank.models.dtensors import as_sharded, dtensor_like, placement_of
 from anyrank.models.tensors import ModelTensor
-from anyrank.runs.state.optimizer_groups import match_groups
+from anyrank.runs.state.optimizer_groups import match_groups, without_parameter
 from anyrank.runs.state.optimizer_own import (
     attribute_tensors,
     has_own_methods,
@@ -42,14 +42,12 @@ from anyrank.runs.state.part_types import (
     PartSource,
     PartState,
     hold_to_save,
-    in_line,
     layout_digest,
     other_class,
     other_names,
     own_name,
 )
 from anyrank.tensors.layout import Layout, local_shape
-from anyrank.tensors.near_names import near
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tensors.torch_classes import is_dtensor
@@ -193,7 +191,7 @@ def match_optimizer(
     if not _has_same_groups(optimizer, record, names):
         fresh = match_groups(part, optimizer, record, names, source, matched)
     if not matched.problems:  # a problem of the groups already lists these
-        matched.problems += _without_parameter(part, record, source, by_name)
+        matched.problems += without_parameter(part, record, source, by_name)
     if record["class"] not in (name, UNKNOWN):
         matched.problems.append(other_class(part, name, record["class"]))
     elif not matched.problems:
@@ -222,18 +220,6 @@ def match_optimizer(
     matched.outcome = other_names(title, fresh, dropped) or matched.outcome
     matched.commit = lambda: _put_state(optimizer, by_name, states, extra, pairs)
     return _with_notes(matched, part, record)
-
-
-def _without_parameter(
-    part: str, record: Any, source: PartSource, parameters: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """Describe saved state whose parameter the optimizer no longer holds."""
-    absent = [name for name in record["state"] if name not in parameters]
-    unknown = [name for name in absent if not source.is_dropped(name)]
-    if not unknown:
-        return []
-    shown = [f"{name}{near(name, [*parameters])}" for name in unknown]
-    return [in_line(f"{part}: has state for parameters that it no longer holds", shown)]
 
 
 def _other_order(

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anyrank.models.tensors import ModelTensor
 from anyrank.runs.state.part_types import PartMatch, PartSource, differences, in_line
+from anyrank.tensors.near_names import near
 
 # Entries that schedulers keep for each group of their optimizer.
 BY_GROUP = {
@@ -87,6 +89,18 @@ def match_groups(
     matched.groups = chosen
     matched.is_regrouped = _are_regrouped(chosen, len(record["groups"]))
     return fresh
+
+
+def without_parameter(
+    part: str, record: Any, source: PartSource, parameters: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Describe saved state whose parameter the optimizer no longer holds."""
+    absent = [name for name in record["state"] if name not in parameters]
+    unknown = [name for name in absent if not source.is_dropped(name)]
+    if not unknown:
+        return []
+    shown = [f"{name}{near(name, [*parameters])}" for name in unknown]
+    return [in_line(f"{part}: has state for parameters that it no longer holds", shown)]
 
 
 def _are_regrouped(groups: Sequence[int | None], count: int) -> bool:
