@@ -281,6 +281,14 @@ def test_a_zip_of_something_else(tmp_path: Path) -> None:
     refused(tmp_path / "w.pt", anyrank.UnsafeFile, "is a zip archive, but not a torch.save file")
 
 
+def test_a_zip_with_a_record_twice(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    with zipfile.ZipFile(tmp_path / "w.pt", "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile notices it too
+        archive.writestr("w/data/0", bytes(64))
+    refused(tmp_path / "w.pt", anyrank.UnsafeFile, "has the record data/0 twice")
+
+
 def test_a_compressed_zip(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "w.pt")
     with (

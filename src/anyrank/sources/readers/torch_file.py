@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -197,7 +198,15 @@ def read_zip(file: OpenFile, info: FileInfo, start: int, size: int) -> TorchFile
         archive = zipfile.ZipFile(io.BufferedReader(RangeIO(file, start, size), 1 << 16))
     except (zipfile.BadZipFile, ValueError, OSError, struct.error) as error:
         raise UnsafeFile(f"{path}: truncated or corrupt zip ({error}); copy it again") from error
-    records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    entries = archive.infolist()
+    names = [entry.filename.partition("/")[2] for entry in entries]
+    twice = next((name for name, number in Counter(names).items() if name and number > 1), None)
+    if twice is not None:  # torch reads the first one, other readers the last
+        raise UnsafeFile(
+            f"{path}: has the record {twice} twice, so its values are "
+            "ambiguous. Save the file again."
+        )
+    records = dict(zip(names, entries, strict=True))
     # No checksum was stored (torch.serialization.set_crc32_options), or the record is empty.
     unknown = {name for name, entry in records.items() if not entry.CRC}
     for name in unknown:
