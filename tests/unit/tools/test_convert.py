@@ -167,6 +167,12 @@ def test_an_averaged_model_is_written_under_the_names_of_the_model(tmp_path: Pat
         report = anyrank.convert(tmp_path / "average.pt", tmp_path / name)
         assert read_folder(tmp_path / name).keys() == {"weight", "bias"}
         assert any("counts the updates of an AveragedModel" in text for text in report.skipped)
+    # The live average, and one whose names a model gives, have the same names.
+    anyrank.convert(average, tmp_path / "live")
+    anyrank.convert(tmp_path / "average.pt", tmp_path / "by model", model=average)
+    for name in ("live", "by model"):
+        assert read_folder(tmp_path / name).keys() == {"weight", "bias"}
+        assert torch.equal(read_folder(tmp_path / name)["weight"], average.module.weight)
     # Without the wrapper's prefix it is the model's own tensor.
     anyrank.convert({"n_averaged": torch.ones(2), "a": torch.ones(2)}, tmp_path / "own")
     assert read_folder(tmp_path / "own").keys() == {"n_averaged", "a"}

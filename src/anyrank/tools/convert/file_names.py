@@ -25,7 +25,7 @@ from anyrank.models.tensors import ModelTensor, find_tensors, in_state_dict
 from anyrank.models.wrappers import plain_class
 from anyrank.sources.part_names import is_other_part
 from anyrank.sources.tables.choice import inner_prefix
-from anyrank.tensors.names import candidates
+from anyrank.tensors.names import AVERAGED, candidates
 from anyrank.tensors.near_names import near, rename_of, wrong_prefix
 from anyrank.tensors.spec import StoredTensor, dtype_name
 from anyrank.tools.convert.selection import Selection
@@ -47,13 +47,13 @@ def as_files(
         selection: the selected tensors of the source.
         listing: the source, which may already have the file names.
         model: real or on meta.
-        targets: its tensors under the requested names. Default: all of them.
+        targets: its tensors under the requested names. Default: all of them, `without_average`.
 
     Raises:
         LoadError: the source does not match the model, a tied tensor has two values, or a
             conversion computes values.
     """
-    targets = find_tensors(model) if targets is None else targets
+    targets = without_average(find_tensors(model)) if targets is None else targets
     ties = _ties_of(model, targets)
     if listing.is_file_named:
         return _tied(selection, listing, ties)
@@ -89,6 +89,21 @@ def as_files(
             renamed[name] = new
     skipped = (*selection.skipped, *others)
     return replace(selection, tensors=files | extras, renamed=renamed, skipped=skipped)
+
+
+def without_average(tensors: list[ModelTensor]) -> list[ModelTensor]:
+    """Return the tensors of a model, without the names that torch's AveragedModel adds and without
+    its counter, as `select` does for a file.
+    """
+    kept = [tensor for tensor in tensors if tensor.name != AVERAGED]
+    entries = [entry for tensor in kept for entry in tensor.registrations]
+    if not entries or not all(entry.name.startswith("module.") for entry in entries):
+        return tensors
+    plain: list[ModelTensor] = []
+    for tensor in kept:
+        places = [e._replace(name=e.name.removeprefix("module.")) for e in tensor.registrations]
+        plain.append(replace(tensor, name=places[0].name, registrations=places))
+    return plain
 
 
 def _mismatch_text(

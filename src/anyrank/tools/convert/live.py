@@ -51,7 +51,7 @@ from anyrank.tensors.sharded_tensor import ShardedTensor, shared
 from anyrank.tensors.spread import Spread
 from anyrank.tensors.writes import plan_writes
 from anyrank.tools.convert.destination import STORE, Destination, destination
-from anyrank.tools.convert.file_names import as_files, configuration
+from anyrank.tools.convert.file_names import as_files, configuration, without_average
 from anyrank.tools.convert.options import ConvertOptions
 from anyrank.tools.convert.report import ConvertReport
 from anyrank.tools.convert.selection import Selection
@@ -258,7 +258,7 @@ def _find_written(
     targets = find_tensors(model)
     apply_layout(targets, options.layout, ranks)
     warn_about_unused_layout(options.layout, targets)
-    tensors = in_state_dict(targets)
+    tensors = without_average(in_state_dict(targets))
     adapters = [tensor.name for tensor in tensors if tensor.adapter]
     if adapters:
         merged = as_merged(tensors)
