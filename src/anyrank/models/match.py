@@ -16,6 +16,7 @@ from anyrank.models.dialects.dialect import (
     ModelMatch,
     dialects_of,
     dtypes_of,
+    with_names,
     with_values,
 )
 from anyrank.models.dialects.registry import DIALECTS
@@ -153,8 +154,7 @@ def _match_names(case: Case, dialects: Sequence[Dialect], source: Listing) -> _N
         listing = with_values(listing, case.classes, dtypes_of(case.tensors), rename)
     # Entries of `rename=` are compared with the source's own keys, which a conversion replaces.
     idle = unused_renames(case.options.rename, source, case.source, listing.tensors)
-    for dialect in dialects:
-        listing, rename = dialect.names(listing, rename)
+    listing, rename = with_names(listing, rename, dialects)
     positions = _loadable(case.tensors)
     wanted = [case.tensors[i].all_names() for i in positions]
     matched = match_keys(wanted, listing.tensors, rename)

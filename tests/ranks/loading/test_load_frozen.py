@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -203,6 +204,32 @@ def test_a_part_with_a_source_inside_of_one_without(folder: Path, pair: Pair) ->
     assert list(report.frozen) == ["outer.encoder"]
     assert torch.equal(model["outer"].encoder[0].weight, pair.encoder[0].weight)
     assert torch.equal(model["outer"].head.weight, pair.head.weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+@pytest.mark.parametrize("form", ["app.model", "app.model in DCP", "ema", "module."])
+def test_a_parts_source_is_read_as_load_reads_it(tmp_path: Path, pair: Pair, form: str) -> None:
+    state, other = pair.encoder.state_dict(), Pair().encoder.state_dict()
+    optimizer = {"state": {0: {"momentum": torch.ones(4)}}, "param_groups": [{"params": [0]}]}
+    source = tmp_path / ("dcp" if form.endswith("DCP") else "w.pt")
+    trees: dict[str, Any] = {
+        "app.model": {"app": {"model": state, "optimizer": optimizer}},
+        "app.model in DCP": {"app": {"model": state, "optimizer": optimizer}},
+        "ema": {"model": state, "ema": other},
+        "module.": {f"module.{key}": tensor for key, tensor in state.items()},
+    }
+    if form.endswith("DCP"):
+        dcp.save(trees[form], checkpoint_id=source, no_dist=True)
+    else:
+        torch.save(trees[form], source)
+    with anyrank.meta():
+        model, alone = Pair(), Pair().encoder
+    anyrank.load(alone, source)
+    anyrank.freeze(model.encoder, source=source)
+    anyrank.load(model, {f"head.{key}": t for key, t in pair.head.state_dict().items()})
+    for key, tensor in state.items():
+        assert torch.equal(model.encoder.state_dict()[key], tensor)
+        assert torch.equal(alone.state_dict()[key], tensor)
 
 
 # -- sources that are another model's --------------------------------------------------------------

@@ -221,6 +221,15 @@ def with_values(
     return listing
 
 
+def with_names(
+    listing: Listing, rename: Renamer, dialects: Iterable[Dialect]
+) -> tuple[Listing, Renamer]:
+    """Return a source with the `names` of all dialects; see there for the errors."""
+    for dialect in dialects:
+        listing, rename = dialect.names(listing, rename)
+    return listing, rename
+
+
 def dtypes_of(tensors: Iterable[ModelTensor]) -> dict[str, torch.dtype]:
     """Map all names of the tensors that a checkpoint has for a model to their dtypes."""
     return {name: t.dtype for t in in_state_dict(tensors) for name in t.flat_names()}

@@ -9,10 +9,20 @@ from torch import nn
 
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
-from anyrank.models.dialects.dialect import Case, Dialect, ModelMatch, dtypes_of, with_values
+from anyrank.models.dialects.dialect import (
+    Case,
+    Dialect,
+    ModelMatch,
+    dialects_of,
+    dtypes_of,
+    with_names,
+    with_values,
+)
 from anyrank.models.frozen_parts import frozen_info
-from anyrank.models.tensors import find_tensors, in_state_dict
+from anyrank.models.options import LoadOptions
+from anyrank.models.tensors import find_modules, in_state_dict, tensors_of
 from anyrank.sources.readers.joining import join
+from anyrank.sources.tables.choice import weights_for
 from anyrank.tensors.names import match_keys
 from anyrank.wording import listed
 
@@ -78,8 +88,16 @@ class FrozenParts(Dialect):
 def _matched(
     part: nn.Module, source: Listing, classes: Sequence[type[Dialect]]
 ) -> tuple[Listing, Mapping[int, str]]:
-    """Return the contents of a part's own source, and the key of each tensor, by identity."""
-    tensors = in_state_dict(find_tensors(part))
-    source = with_values(source, classes, dtypes_of(tensors))
-    keys = match_keys([t.all_names() for t in tensors], source.tensors, lambda key: key).keys
-    return source, {id(tensors[n].tensor): key for n, key in keys.items()}
+    """Return the weights in a part's own source, and the key of each tensor, by identity.
+
+    They are chosen and named as `load` of the part itself would do.
+    """
+    modules = find_modules(part)
+    tensors = tensors_of(modules)
+    wanted = in_state_dict(tensors)
+    weights = weights_for({name for t in wanted for name in t.flat_names()}, source, None)
+    case = Case(part, modules, tensors, weights, LoadOptions(), classes=classes)
+    listing = with_values(weights, classes, dtypes_of(tensors))
+    listing, rename = with_names(listing, case.rename, dialects_of(case))
+    keys = match_keys([t.all_names() for t in wanted], listing.tensors, rename).keys
+    return listing, {id(wanted[n].tensor): key for n, key in keys.items()}
