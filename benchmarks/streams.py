@@ -161,8 +161,8 @@ def grain_ranks(files: list[str], size: int, state: Any) -> Any:
 
 TOOLS: dict[str, tuple[str, str, Ranks]] = {
     "anyrank": ("`ElasticLoader.from_shards`", "", anyrank_ranks),
-    "torchdata": ("`StatefulDataLoader`, a state a rank", "torchdata", stateful_ranks),
-    "datasets": ("`split_dataset_by_node`, a state a rank", "datasets", datasets_ranks),
+    "torchdata": ("`StatefulDataLoader`, one state per rank", "torchdata", stateful_ranks),
+    "datasets": ("`split_dataset_by_node`, one state per rank", "datasets", datasets_ranks),
     "grain": ("`ElasticIterator`, rows by their numbers", "grain", grain_ranks),
 }
 

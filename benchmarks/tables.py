@@ -12,6 +12,8 @@ from typing import Any
 
 from bench import HERE, MIB, read
 
+from anyrank.wording import count
+
 ROOT = HERE.parent
 DTYPES = {"bf16": "bf16 file into bf16 parameters", "fp32": "bf16 file into fp32 parameters"}
 
@@ -433,7 +435,7 @@ def exact_table(result: dict[str, Any]) -> str:
     times, bits = result["times"], result["bits"]
     goals = {f"{name} / {other}": most for name, other, most in RATIOS}
     body = [
-        [f"{row['ranks']} ranks, {row['rounds']} microbatches each"]
+        [f"{row['ranks']} ranks, {count(row['rounds'], 'microbatch', 'microbatches')} each"]
         + [beside_goal(row["ratios"][name], goal) for name, goal in goals.items()]
         for row in times["rows"]
     ]

@@ -74,15 +74,18 @@ def test_lightning_continues_from_its_own_checkpoint_or_from_the_step(
     monkeypatch.chdir(tmp_path)
     lightning_run.be_quiet()
     module, other = lightning_run.Module(), lightning_run.Module()
-    callbacks: Any = [Elastic("run", global_batch=8)]
-    before = lightning.Trainer(max_epochs=1, callbacks=callbacks, **lightning_run.off)
+    best = lightning.pytorch.callbacks.ModelCheckpoint("own", filename="best")
+    callbacks: Any = [Elastic("run", global_batch=8), best]
+    options = lightning_run.off | {"enable_checkpointing": True}
+    before = lightning.Trainer(max_epochs=1, callbacks=callbacks, **options)
     before.fit(module, lightning_run.data)
     before.save_checkpoint("last.ckpt")
     fill(other, other.configure_optimizers(), tmp_path / "run/step-00000003")
     assert_same_weights(other, module)
-    after = lightning.Trainer(max_epochs=2, **lightning_run.off)
-    after.fit(lightning_run.Module(), lightning_run.data, ckpt_path="last.ckpt")
-    assert (before.global_step, after.global_step) == (3, 3 + len(lightning_run.data))
+    for path in ("last.ckpt", "own/best.ckpt"):
+        after = lightning.Trainer(max_epochs=2, **lightning_run.off)
+        after.fit(lightning_run.Module(), lightning_run.data, ckpt_path=path)
+        assert (before.global_step, after.global_step) == (3, 3 + len(lightning_run.data))
 
 
 def test_accelerate_continues_with_weights_and_moments(tmp_path: Path) -> None:
