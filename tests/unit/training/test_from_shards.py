@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from torch import nn
 
 import anyrank
 from anyrank.errors import CheckpointError
+from anyrank.training.streams import workers
 
 pytestmark = [
     # Workers on a machine with one core, and from Python 3.12 on.
@@ -660,7 +662,7 @@ def test_a_transform_that_keeps_rows_has_to_say_which() -> None:
 def test_row_counts_name_the_file_and_count_anew_what_is_damaged(tmp_path: Path) -> None:
     lines, kept = tmp_path / "a.jsonl", tmp_path / "kept"
     lines.write_text("1\n2\n")
-    for damaged in ('{"a": [1,', "[1]"):
+    for damaged in ('{"a": [1,', "[1]", *(json.dumps({str(lines): row}) for row in (5, [4], "x"))):
         kept.write_text(damaged)
         assert anyrank.row_counts([lines], kept_in=kept) == [2]
         assert anyrank.row_counts([lines], kept_in=kept) == [2]
@@ -790,3 +792,141 @@ def test_an_endless_stream_has_full_steps_and_no_epochs(tmp_path: Path) -> None:
             assert step.samples == 12
     assert {*seen} == {*"abcdefgh"}
     assert (loader.epoch, loader.receipts) == (0, [])
+
+
+def test_one_rank_reads_each_row_once() -> None:
+    """Also where the lanes end at different steps, so that microbatches have no row."""
+    opened, rows = Counter[str](), Counter[Any]()
+
+    def counting(shard: str) -> Iterator[Any]:
+        opened[shard] += 1
+        for row in read(shard):
+            rows[row[:2]] += 1
+            yield row
+
+    assert rows_of(run(make(function=counting))) == ALL
+    assert {*opened.values(), *rows.values()} == {1}
+
+
+class Held(list[Any]):
+    """Data that is too large to be copied for each lane."""
+
+    def kind_of(self, row: Any) -> int:
+        return row % 3
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("copied")
+
+
+def test_what_a_key_belongs_to_is_not_copied() -> None:
+    data = Held(range(30))
+    loader = anyrank.ElasticLoader.from_shards(
+        [data[:10], data[10:]],
+        iter,
+        transform=anyrank.Buckets(data.kind_of),
+        global_batch=6,
+        microbatch=2,
+    )
+    batches = [batch.tolist() for _, batch, _ in run(loader)]
+    assert sorted(row for batch in batches for row in batch) == [*range(30)]
+    assert all(len({row % 3 for row in batch}) == 1 for batch in batches)
+
+
+@pytest.mark.parametrize("lengths", [None, [*SIZES.values()]], ids=["streams", "planned"])
+def test_a_read_may_draw_before_its_first_row(lengths: list[int] | None) -> None:
+    def drawing(shard: str, start: int = 0) -> Iterator[Any]:
+        flip = random.random()
+        for number in range(start, SIZES[shard]):
+            yield shard, number, flip
+
+    options: dict[str, Any] = {"function": drawing, "lengths": lengths}
+    expected = run(make(**options))
+    for stop in (2, 5, 8):
+        loader = make(**options)
+        seen = run(loader, stop)
+        resumed = make(**options)
+        resumed.load_state_dict(loader.state_dict())
+        assert seen + run(resumed) == expected
+        assert not resumed.notes
+
+
+def test_pack_makes_rows_on_the_cpu_under_any_default_device() -> None:
+    with torch.device("meta"):
+        (row,) = anyrank.Pack(3, eos=0, pad=9).feed({"input_ids": [1, 2]})
+    assert row["input_ids"].tolist() == [1, 2, 0]
+
+
+class Filtered(anyrank.Pack):
+    """Leaves out rows that were packed, and a column of the others."""
+
+    def feed(self, row: Any) -> list[Any]:
+        rows = super().feed({"input_ids": [row[1]] * 3})
+        return [{"input_ids": row["input_ids"]} for row in rows if row["input_ids"][0] % 2]
+
+
+def test_a_subclass_of_pack_may_leave_out_rows_that_it_made() -> None:
+    loader = make(transform=Filtered(4, pad=0), collate_fn=None)
+    assert run(loader)
+    assert loader.receipts[0].verdict == "each row read was used once: 119 rows in 9 shards"
+
+
+def test_a_step_that_cannot_count_does_not_count_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make(transform=anyrank.Pack(4), function=tokens_of, collate_fn=None)
+    monkeypatch.setattr(anyrank.Pack, "_units_of", lambda *_: 1)
+    with pytest.raises(CheckpointError, match="tokens were read"):
+        run(loader)
+    before = loader.step, loader.samples, loader.consumed
+    with pytest.raises(CheckpointError, match="tokens were read"):
+        loader.commit()
+    assert (loader.step, loader.samples, loader.consumed) == before
+
+
+def tokens_of(shard: str) -> Iterator[Any]:
+    return ({"input_ids": [1] * 5} for _ in range(SIZES[shard]))
+
+
+def test_a_state_of_many_lanes_takes_no_memory() -> None:
+    loader = make("ab", endless=True)
+    state = loader.state_dict()
+    state["deal"]["sizes"] = [10**18]
+    with pytest.raises(CheckpointError, match="the lanes do not match the shards"):
+        loader.load_state_dict(state)
+
+
+class OpenFiles:
+    """A `read` that knows how many shards are open, and how often each was opened."""
+
+    def __init__(self) -> None:
+        self.now, self.most, self.opened = 0, 0, Counter[int]()
+
+    def read(self, shard: int) -> Iterator[Any]:
+        return self.read_from(shard)
+
+    def read_from(self, shard: int, start: int = 0) -> Iterator[Any]:
+        self.opened[shard] += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            for number in range(start, 50):
+                yield shard, number, random.random()
+        finally:
+            self.now -= 1
+
+
+def test_an_endless_stream_keeps_few_shards_open_if_read_takes_start() -> None:
+    files, start_files = OpenFiles(), OpenFiles()
+    options: dict[str, Any] = {"endless": True, "global_batch": 160, "microbatch": 1}
+    expected = run(make(range(300), files.read, **options), 6)
+    assert run(make(range(300), start_files.read_from, **options), 6) == expected
+    assert (files.most, start_files.most) == (300, workers.MOST_OPEN + 1)
+
+
+def test_too_many_open_shards_say_what_helps() -> None:
+    def limited(shard: int) -> Iterator[Any]:
+        if shard == 7:
+            raise OSError(errno.EMFILE, "Too many open files")
+        yield from range(50)
+
+    with pytest.raises(OSError, match="Too many") as caught:
+        run(make(range(8), limited, endless=True, shuffle=False, collate_fn=repr), 8)
+    assert caught.value.__notes__[-1].startswith("7 shards are open in this process. Accept start=")

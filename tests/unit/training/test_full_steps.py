@@ -234,3 +234,14 @@ def test_a_batch_that_cannot_be_copied_is_read_again(collate: Any) -> None:
             found += len([*batch])  # a generator is used up
             step.backward(NET(torch.ones(1, 1)).mean())
     assert found == 16
+
+
+def test_an_epoch_that_turns_out_to_be_over_has_no_further_step() -> None:
+    """A lane that is read for the first time in what would be the last step has no row."""
+    for seed in range(60):
+        data = {"a": Rows(40), "b": Rows(8, 0)}
+        options: dict[str, Any] = {"mix": {"a": 1, "b": 1}, "seed": seed}
+        loader = make(data, **options, global_batch=4, microbatch=2)
+        samples = run(loader)
+        assert 0 not in samples, seed
+        assert (loader.epoch, len(loader.receipts), loader.step) == (1, 1, len(samples))

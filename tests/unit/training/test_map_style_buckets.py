@@ -128,6 +128,7 @@ def test_packing_is_for_map_style_data_too() -> None:
         ({"keys": KEYS, "transform": None}, ValueError, r"Pass transform=anyrank.Buckets\(...\)"),
         ({"keys": KEYS, "weights": [1.0] * 101}, ValueError, "weights= draw samples"),
         ({"weights": [1.0] * 101}, ValueError, "weights= cannot be combined with transform="),
+        ({"microbatch": 0}, ValueError, "microbatch=0: must be at least 1"),
         ({"tail": "drop"}, ValueError, r"Buckets\(key, drop_last=True\)"),
         (
             {"transform": anyrank.Buckets},
@@ -183,3 +184,16 @@ def test_a_resume_with_other_keys_says_so() -> None:
         anyrank.CheckpointError, match=r"keys=, but this loader has a dataset\. Pass the"
     ):
         plain.load_state_dict(state)
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_samples_of_another_number_than_asked_for_are_an_error(extra: int) -> None:
+    """Else a part would seem to end there, or rows would come twice."""
+
+    class Several(Pictures):
+        def __getitems__(self, ids: list[int]) -> list[Any]:
+            return [self[i] for i in [*ids, *ids][: len(ids) + extra]]
+
+    with pytest.raises(ValueError, match=r"returned \d samples for \d ids") as caught:
+        run(make(Several()))
+    assert caught.value.__notes__[0].startswith("raised by dataset.__getitems__, part ")

@@ -7,9 +7,9 @@ returns each request with its batch, so that the loop can check which samples it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -40,10 +40,49 @@ class MicrobatchRequest:
     ids: tuple[int, ...]
     is_empty: ClassVar[bool] = False  # if True, its batch is a copy of another's
 
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, microbatch {list(self.ids)}"
+
 
 def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest:
     """Return the request of microbatch k of a step."""
     return MicrobatchRequest(plan.epoch, plan.bounds(k)[0], tuple(schedule.ids(plan, k)))
+
+
+def samples_of(dataset: Any, ids: Sequence[int], place: object) -> list[Any]:
+    """Return samples of the user's dataset.
+
+    Args:
+        dataset: has `dataset[i]`, and perhaps `__getitems__`.
+        ids: ids of the samples.
+        place: what to add to the note on an error.
+
+    Raises:
+        ValueError: `__getitems__` returned a different number of samples.
+        Exception: the dataset's own errors, with a note.
+    """
+    where, samples = "dataset.__getitems__", list[Any]()
+    try:
+        get_items = getattr(dataset, "__getitems__", None)
+        if get_items is not None:
+            samples += get_items(list(ids))
+        else:
+            for sample_id in ids:
+                where = f"dataset[{sample_id}]"
+                samples.append(dataset[sample_id])
+        if len(samples) != len(ids):
+            raise ValueError(f"{where} returned {len(samples)} samples for {len(ids)} ids")
+    except Exception as error:
+        raise_noted(error, f"raised by {where}, {place}")
+    return samples
+
+
+def raise_noted(error: Exception, note: str) -> NoReturn:
+    """Raise an error that is being handled again, with a note."""
+    if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data
+        raise RuntimeError(f"StopIteration, {note}") from error
+    error.add_note(note)
+    raise error
 
 
 class MicrobatchDataset(Dataset[FetchedBatch]):
@@ -63,30 +102,21 @@ class MicrobatchDataset(Dataset[FetchedBatch]):
 
     def __getitem__(self, request: Any) -> FetchedBatch:
         # For the samples and for the collate_fn, which may draw too, for example to mask tokens.
+        self.reseed(request)
+        return self.collate(request, samples_of(self.dataset, request.ids, request))
+
+    def reseed(self, request: MicrobatchRequest) -> None:
+        """Set the random generators of a microbatch."""
         reseed(derive(self.seed, request.epoch, request.start, "samples"))
-        where, samples = "dataset.__getitems__", list[Any]()
+
+    def collate(self, request: MicrobatchRequest, samples: list[Any]) -> FetchedBatch:
+        """Return the batch of some samples; its errors get a note."""
         try:
-            get_items = getattr(self.dataset, "__getitems__", None)
-            if get_items is not None:
-                samples += get_items(list(request.ids))
-            else:
-                for sample_id in request.ids:
-                    where = f"dataset[{sample_id}]"
-                    samples.append(self.dataset[sample_id])
-            if len(samples) != len(request.ids):
-                raise ValueError(
-                    f"{where} returned {len(samples)} samples for {len(request.ids)} ids"
-                )
-            where = "collate_fn"
-            # default_collate allocates shared memory in workers, but nothing else maps it.
-            is_default = self.collate_fn is default_collate
-            return FetchedBatch(request, self.collate_fn(samples), is_default)
+            batch = self.collate_fn(samples)
         except Exception as error:
-            note = f"raised by {where}, epoch {request.epoch}, microbatch {list(request.ids)}"
-            if isinstance(error, StopIteration):  # a DataLoader takes it for the end of the data
-                raise RuntimeError(f"StopIteration, {note}") from error
-            error.add_note(note)
-            raise
+            raise_noted(error, f"raised by collate_fn, {request}")
+        # default_collate allocates shared memory in workers, but nothing else maps it.
+        return FetchedBatch(request, batch, self.collate_fn is default_collate)
 
 
 class OwnOrder:

@@ -132,6 +132,8 @@ class ElasticLoader:
             persistent_workers=persistent_workers,
             exact=exact,
         )
+        check_int("global_batch", global_batch, 1)
+        check_int("microbatch", microbatch, 1)
         check_int("num_workers", num_workers, 0)
         if prefetch_factor is not None:
             check_int("prefetch_factor", prefetch_factor, 1)
@@ -389,8 +391,8 @@ class ElasticLoader:
                 stack.enter_context(exact.watching(self.notes))
             try:
                 position.begin_pass(ranks, chain.from_iterable(self._start_fetching()))
-                while position.epoch == epoch:
-                    yield Step(position.begin_step(), position)
+                while position.epoch == epoch and (run := position.begin_step()) is not None:
+                    yield Step(run, position)
                     if position.num_iterations != number:
                         raise CheckpointError(
                             "the loader was iterated again, or loaded a state, within this loop. "
@@ -428,7 +430,6 @@ def _bucket_order(
         raise ValueError(
             "weights= draw samples with replacement, which buckets do not support. Remove one."
         )
-    check_int("microbatch", microbatch, 1)
     return bucket_order(n, seed, shuffle, microbatch, keys, transform.drop_last)
 
 

@@ -256,8 +256,8 @@ class Position:
         ahead, self.ahead = self.ahead, None
         return ahead
 
-    def begin_step(self) -> StepRun:
-        """Start the next step."""
+    def begin_step(self) -> StepRun | None:
+        """Start the next step; return None if the epoch has turned out to be over."""
         self.current = StepRun(self.next_step())
         return self.current
 

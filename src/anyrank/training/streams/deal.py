@@ -88,6 +88,7 @@ class Deal:
         sizes: number of shards of each source.
 
     Attributes:
+        counts: for each source, its number of lanes.
         has_ended: for each source, whether it has ended in the epoch.
         states: states of all lanes, those of one source after those of another.
         blocks_left: for each lane, the number of blocks that it has left; None if unknown.
@@ -98,8 +99,7 @@ class Deal:
 
     def __init__(self, constants: Constants, epoch: int, sizes: Sequence[int]) -> None:
         self.constants, self.epoch, self.sizes = constants, epoch, tuple(sizes)
-        most = max(sizes) if constants.endless else constants.num_microbatches
-        self.counts = tuple(min(most, size) for size in sizes)  # lanes of each source
+        self.counts = _lane_counts(constants, sizes)
         self.starts = (0, *accumulate(self.counts))  # each source's first lane
         self.has_ended = [False] * len(sizes)
         self.states = [LaneState()] * sum(self.counts)
@@ -272,19 +272,28 @@ class Deal:
     @staticmethod
     def from_json(value: Any, constants: Constants, epoch: int) -> Deal:
         """Read a deal from `to_json`'s form; raise ValueError, TypeError or KeyError if invalid."""
-        deal = Deal(constants, epoch, [int(size) for size in value["sizes"]])
+        sizes = [int(size) for size in value["sizes"]]
         states = [LaneState.from_json(row) for row in value["lanes"]]
+        if min(sizes) < 1 or sum(_lane_counts(constants, sizes)) != len(states):
+            raise ValueError("the lanes do not match the shards")
+        deal = Deal(constants, epoch, sizes)
         left = [None if number is None else int(number) for number in value["blocks_left"]]
         read = [Counts(*map(int, row)) for row in value["read"]]
         has_ended = [bool(ended) for ended in value["has_ended"]]
-        pairs = (states, deal.states), (left, deal.blocks_left), (read, deal.read)
-        if any(len(a) != len(b) for a, b in (*pairs, (has_ended, deal.has_ended))):
-            raise ValueError("the lanes do not match the shards")
+        pairs = (left, states), (read, sizes), (has_ended, sizes)
+        if any(len(a) != len(b) for a, b in pairs):
+            raise ValueError("the counts do not match the lanes")
         if any(number is not None and number < 0 for number in left):
             raise ValueError("a lane has fewer than 0 blocks left")
         deal.states, deal.blocks_left, deal.read, deal.has_ended = states, left, read, has_ended
         deal.tables = deal._make_tables()
         return deal
+
+
+def _lane_counts(constants: Constants, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of lanes of each source."""
+    most = max(sizes) if constants.endless else constants.num_microbatches
+    return tuple(min(most, size) for size in sizes)
 
 
 def _choose_lanes(microbatches: Sequence[int], left: Sequence[int | None]) -> list[int]:

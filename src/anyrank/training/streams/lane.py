@@ -95,9 +95,11 @@ class Source(Protocol):
 
     Attributes:
         piece: number of rows that are read at a time.
+        has_start: whether a shard can be opened at a row without reading the rows before it.
     """
 
     piece: int
+    has_start: bool
 
     def open(self, pass_id: int, shard: int, row: int) -> Iterator[Any]:
         """Open the rows of a shard from one on, which starts a piece."""
@@ -200,6 +202,10 @@ class Lane:
                 num_given=self._num_newest, blocks=blocks, units_given=units_given
             )
         return samples
+
+    def close(self) -> None:
+        """Close the shard, for a source with `has_start`: it is opened again at its next row."""
+        self._rows = None
 
     @property
     def progress(self) -> str:

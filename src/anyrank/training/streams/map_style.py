@@ -7,12 +7,12 @@ microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from anyrank.tensors.hashing import derive
-from anyrank.training.data.fetch import check_length, length_of
-from anyrank.training.data.order import Order
+from anyrank.training.data.fetch import check_length, length_of, samples_of
+from anyrank.training.data.order import BLOCK, Order
 from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.sources import Stream
 
@@ -43,21 +43,14 @@ class MapStyleStream(Stream):
         """Yield the ids of a shard's samples from one on."""
         check_length(self.dataset, self._length)
         bounds = [n * self._length // len(self.shards) for n in (shard, shard + 1)]
-        order = Order(self._length, self.seed, self.shuffle)
-        return iter(order.ids(pass_id, bounds[0] + row, bounds[1]).tolist())
+        order, first = Order(self._length, self.seed, self.shuffle), bounds[0] + row
+        blocks = (
+            (start, min(start + BLOCK, bounds[1])) for start in range(first, bounds[1], BLOCK)
+        )
+        return chain.from_iterable(order.ids(pass_id, *block).tolist() for block in blocks)
 
     def read_piece(self, rows: Iterator[Any], pass_id: int, shard: int, row: int) -> list[Any]:
         """Return the next samples, under their random generators."""
         reseed(derive(self.seed, pass_id, shard, row, "rows"))
         ids = list(islice(rows, self.piece))
-        get_items = getattr(self.dataset, "__getitems__", None)
-        if get_items is not None:
-            return list(get_items(ids))
-        samples: list[Any] = []
-        for sample_id in ids:
-            try:
-                samples.append(self.dataset[sample_id])
-            except Exception as error:
-                error.add_note(f"raised by dataset[{sample_id}]")
-                raise
-        return samples
+        return samples_of(self.dataset, ids, self.shards[shard])

@@ -28,7 +28,7 @@ from anyrank.training.steps.step_run import StepRun
 from anyrank.training.streams.block_plan import BlockPlan, Report, StepRead
 from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.sources import Streams
-from anyrank.training.streams.verdicts import describe
+from anyrank.training.streams.verdicts import check_units, describe
 from anyrank.training.streams.workers import (
     BlockAnswer,
     BlockReader,
@@ -101,9 +101,8 @@ class StreamPosition(Position):
             self._next = self._make_plan(self.deal, self.step)
         return self._next
 
-    def begin_step(self) -> StepRun:
-        """Start the next step, once it is known to have a row."""
-        plan, ranks = self.next_step(), self.ranks
+    def begin_step(self) -> StepRun | None:
+        plan, ranks = self.next_step(), self.ranks  # once it is known to have a row
         while plan.deal.is_unsure(plan.lanes) and not any(plan.read.sizes.values()):
             assert ranks is not None
             for num_slots in (FIRST, plan.num_microbatches):
@@ -115,9 +114,14 @@ class StreamPosition(Position):
                     break
             else:
                 self.ahead = None
-                assert plan.read.after is not None
-                changes = plan.read.changes
-                plan = self._next = self._make_plan(plan.read.after, plan.number, changes)
+                after, changes = plan.read.after, plan.read.changes
+                assert after is not None
+                if after.is_over:
+                    self.deal = after
+                    self._note_changes(plan)
+                    self._leave_finished_epoch()
+                    return None
+                plan = self._next = self._make_plan(after, plan.number, changes)
         return super().begin_step()
 
     def fetch_ahead(self, step: StepPlan) -> None:
@@ -215,11 +219,15 @@ class StreamPosition(Position):
         return self.reader.read_once(plan.deal.opening(lane), block)
 
     def _copy_for(self, plan: BlockPlan) -> Any:
-        """Return the batch of another microbatch, for one without a sample.
+        """Return the batch of another microbatch, for one without a sample; None on a single rank,
+        which skips such a microbatch.
 
         Raises:
             CheckpointError: no lane has a row.
         """
+        assert self.ranks is not None
+        if self.ranks.size == 1:
+            return None
         if plan.read.batch_for_copies is not None:
             return copy.deepcopy(plan.read.batch_for_copies)
         deal, rows = plan.deal, 0
@@ -274,29 +282,31 @@ class StreamPosition(Position):
         assert isinstance(step, BlockPlan)
         read = step.read
         assert read.after is not None  # all its microbatches have run
+        if read.after.is_over:
+            check_units(read.after)
         self.deal, self._next = read.after, read.next_plan
         planned = [block_id(key) for k, key in enumerate(step.keys) if read.sizes[k]]
         self.accounts[-1].add(torch.tensor(planned, dtype=torch.int64, device="cpu"), seen)
-        for lane, shard, start, stop in read.changes:
-            self._note_change(step.deal.source_of(lane), shard, start, stop)
+        self._note_changes(step)
         self.step += 1
         self.samples += step.samples
         self.consumed += step.samples
         self._leave_finished_epoch()
 
-    def _note_change(self, source: int, shard: int, start: int, stop: int) -> None:
-        """Add a change to the log, the report of a run, and the epoch's receipt."""
-        name = self.streams.name_of(source, shard)
-        if len(self.changed) == CHANGES_NOTED:
-            return
-        self.changed.append(f"shard {name}, rows {start} to {stop - 1}")
-        text = (
-            f"shard {name}: rows {start} to {stop - 1} differ from those read earlier in this run, "
-            "so rows may be lost or repeated. Restore the original shard; if read() uses its own "
-            "random generator, seed it."
-        )
-        self.notes.append(text)
-        log.warning(text)
+    def _note_changes(self, plan: BlockPlan) -> None:
+        """Add the changes of a step to the log, the report of a run, and the epoch's receipt."""
+        for lane, shard, start, stop in plan.read.changes:
+            if len(self.changed) == CHANGES_NOTED:
+                return
+            name = self.streams.name_of(plan.deal.source_of(lane), shard)
+            self.changed.append(f"shard {name}, rows {start} to {stop - 1}")
+            text = (
+                f"shard {name}: rows {start} to {stop - 1} differ from those read earlier in this "
+                "run, so rows may be lost or repeated. Restore the original shard; if read() uses "
+                "its own random generator, seed it."
+            )
+            self.notes.append(text)
+            log.warning(text)
 
     def _leave_finished_epoch(self) -> None:
         if not self.deal.is_over:

@@ -55,14 +55,17 @@ def row_counts(
             )
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]
-        row = known.get(os.path.abspath(path))
-        if row is None or row[:2] != stamp:
-            try:
-                row = known[os.path.abspath(path)] = [*stamp, _count(path)]
-            except Exception as error:
-                error.add_note(f"raised by row_counts, {path}")
-                raise
-        counts.append(int(row[2]))
+        match known.get(os.path.abspath(path)):
+            case [size, time, int(rows)] if [size, time] == stamp:
+                pass
+            case _:
+                try:
+                    rows = _count(path)
+                except Exception as error:
+                    error.add_note(f"raised by row_counts, {path}")
+                    raise
+                known[os.path.abspath(path)] = [*stamp, rows]
+        counts.append(rows)
     if kept_in is not None:
         partial = Path(f"{os.fspath(kept_in)}.{os.getpid()}.part")
         partial.write_text(json.dumps(known), encoding="utf-8")

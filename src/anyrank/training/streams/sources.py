@@ -118,7 +118,7 @@ class Stream:
         num_rows: number of rows of an epoch, if it is known without reading.
 
     Attributes:
-        piece: number of rows that are read at a time.
+        piece, has_start: see `lane.Source`.
         num_samples: length of the dataset of which the shards are parts; None for shards.
         note: note for the user on how it is read.
         fingerprint: text that must be the same on every rank, besides the names of the shards.
@@ -192,7 +192,9 @@ class Stream:
         reseed(derive(self.seed, pass_id, shard, "open"))
         if row and self.has_start:
             rows = iter(self.read(self.shards[shard], start=row - 1))
-            # Skip to the row now, so that draws on the way do not use the piece's generators.
+            # Skip to the row now, so that draws on the way do not use the piece's generators. A
+            # generator function starts here, with the draws that it makes before any row.
+            reseed(derive(self.seed, pass_id, shard, 0, "rows"))
             next(rows, None)
             return rows
         rows = iter(self.read(self.shards[shard]))

@@ -122,10 +122,10 @@ class Pack(_Numbered):
         if not len(tokens):
             return []  # no eos either
         if self.eos is not None:
-            end = torch.tensor([self.eos])
+            end = torch.tensor([self.eos], device="cpu")
             tokens, labels = torch.cat([tokens, end]), torch.cat([labels, end])
         piece = _Piece(number, tokens, labels, 0)
-        self._units_fed += len(tokens)
+        self._units_fed += len(tokens) if type(self) is Pack else 0
         return self._feed_whole(piece) if not self.split else self._feed_part(piece)
 
     def _feed_part(self, piece: _Piece) -> list[Any]:
@@ -232,7 +232,9 @@ class Pack(_Numbered):
             self._num_again = state
 
     def _units_of(self, sample: Any) -> int:
-        """Count the tokens in a row."""
+        """Count the tokens in a row; none in those of a subclass, which may change them."""
+        if type(self) is not Pack:
+            return 0
         ids: torch.Tensor = sample["document_ids"]
         return len(ids) if self.pad is None else int((ids >= 0).sum())
 
@@ -409,8 +411,17 @@ def _as_text(value: Any) -> str:
     return f"a {type(value).__name__}, {text[:80]}{'...' * (len(text) > 80)}"
 
 
+def fresh(transform: Any) -> Any:
+    """Return a copy of a transform, for a lane.
+
+    Its `key` is not copied: as a method it would be copied with its object, such as a dataset.
+    """
+    key = getattr(transform, "key", None)
+    return copy.deepcopy(transform, {id(key): key})
+
+
 def resize(buckets: Buckets, microbatch: int) -> Buckets:
     """Return buckets of the same class and settings for the loader's microbatch size."""
-    resized = copy.deepcopy(buckets)
+    resized = fresh(buckets)
     resized._microbatch = microbatch  # pyright: ignore[reportPrivateUsage] - of this module
     return resized

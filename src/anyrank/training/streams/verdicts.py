@@ -13,6 +13,21 @@ from anyrank.wording import count
 log = logging.getLogger("anyrank.data")
 
 
+def check_units(deal: Deal) -> None:
+    """Check that every token of a finished epoch was returned; not those of a mixture.
+
+    Raises:
+        CheckpointError: the transform has lost tokens, or added some.
+    """
+    total, *others = deal.totals
+    if total.units_fed != total.units_given and not others:
+        raise CheckpointError(
+            f"ElasticLoader: in epoch {deal.epoch} {total.units_fed:,} tokens were read, but "
+            f"{total.units_given:,} returned, because the transform returned different rows when "
+            "they were fed again. Resume an earlier checkpoint, with the original shards."
+        )
+
+
 def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
     """Return the text of an epoch's receipt.
 
@@ -23,24 +38,13 @@ def describe(streams: Streams, deal: Deal, changed: Sequence[str]) -> str:
         streams: streams that were read.
         deal: deal at the end of the epoch.
         changed: descriptions of rows that had changed when they were read again.
-
-    Raises:
-        CheckpointError: the transform has lost tokens, or added some.
     """
     totals = deal.totals
-    num_fed = sum(total.units_fed for total in totals)
-    num_given = sum(total.units_given for total in totals)
-    if num_fed != num_given and len(totals) == 1:
-        raise CheckpointError(
-            f"ElasticLoader: in epoch {deal.epoch} {num_fed:,} tokens were read, but {num_given:,} "
-            "returned, because the transform returned different rows when they were fed again. "
-            "Resume an earlier checkpoint, with the original shards."
-        )
     texts = [_describe_source(streams, deal, source) for source in range(len(totals))]
     text = "; ".join(texts)
     if len(texts) > 1:
         text = f"mixed: {text}"
-    if num_given:
+    if num_given := sum(total.units_given for total in totals):
         text += f", {num_given:,} tokens"
     if dropped := sum(total.dropped for total in totals):
         text += f", {dropped:,} dropped"

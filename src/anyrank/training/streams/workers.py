@@ -9,11 +9,12 @@ block requested ahead is used by this rank or by another.
 
 from __future__ import annotations
 
-import copy
+import errno
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, default_collate
@@ -22,11 +23,15 @@ from anyrank.checks import check_function
 from anyrank.errors import CheckpointError
 from anyrank.tensors.hashing import derive
 from anyrank.training.data.batches import FetchedBatch
+from anyrank.training.data.fetch import raise_noted
 from anyrank.training.random_state.generators import reseed
 from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.lane import Lane, LaneState, epoch_of
 from anyrank.training.streams.sources import Streams, hide_worker_info
+from anyrank.training.streams.transforms import fresh
+from anyrank.wording import count
 
+MOST_OPEN = 256  # shards of a process that stay open, if they can be opened again at a row
 AHEAD = 16  # maximum number of steps that are requested ahead; workers have their own limit
 Pass = tuple[int, int]  # a lane, and the pass over its source's shards
 Key = tuple[int, int, int]  # the same, and a block of the lane
@@ -129,9 +134,23 @@ class BlockReader(Dataset[FetchedBatch]):
         number = request.opening.lane
         # Take the lane out first: if reading fails, it has consumed rows that it cannot return, so
         # it must not be used again.
-        lane = self._lane_at(request.opening, self._lanes.pop(number, None), request.block)
-        fetched = self._take(lane, request.block, request.look)
-        self._lanes[number] = lane
+        lane = self._lanes.pop(number, None)
+        try:
+            lane = self._lane_at(request.opening, lane, request.block)
+            fetched = self._take(lane, request.block, request.look)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                error.add_note(
+                    f"{count(len(self._lanes), 'shard')} are open in this process. Accept start= "
+                    "in read(), so that those read least recently can be closed; or pass fewer, "
+                    "larger shards; or raise the limit, ulimit -n."
+                )
+            raise
+        self._lanes[number] = lane  # the last one: they are in the order of their use
+        if len(self._lanes) > MOST_OPEN:
+            unused = next(islice(reversed(self._lanes.values()), MOST_OPEN, None))
+            if unused.source.has_start:
+                unused.close()
         return fetched
 
     def read_once(self, opening: Opening, block: int) -> FetchedBatch:
@@ -153,7 +172,7 @@ class BlockReader(Dataset[FetchedBatch]):
             source,
             opening.lane,
             opening.pass_id,
-            copy.deepcopy(source.transform),
+            fresh(source.transform),
             shard_at,
             opening.state,
             num_shards=len(places) if opening.repeats else None,
@@ -175,8 +194,10 @@ class BlockReader(Dataset[FetchedBatch]):
         if lane.state.blocks != state.blocks or lane.state == state or lane.has_ended:
             return lane
         other = self._open(opening)
-        shard = other.shard_at(state.passed) or (0, 0)
-        other.changes.append((shard[1], state.row, state.row + max(1, state.length)))
+        # At the end of a lane nothing has changed: the open one has only not seen it yet.
+        shard = other.shard_at(state.passed) if state.length else None
+        if shard is not None:
+            other.changes.append((shard[1], state.row, state.row + state.length))
         return other
 
     def _skip(self, lane: Lane, block: int) -> None:
@@ -202,13 +223,8 @@ class BlockReader(Dataset[FetchedBatch]):
         try:
             return self.collate_fn(samples)
         except Exception as error:
-            error.add_note(
-                f"raised by collate_fn, {lane.progress}, epoch {epoch_of(lane.pass_id)}, lane "
-                f"{lane.number}, block {block}"
-            )
-            if isinstance(error, StopIteration):
-                raise RuntimeError(f"StopIteration, {error.__notes__}") from error
-            raise
+            place = f"epoch {epoch_of(lane.pass_id)}, lane {lane.number}, block {block}"
+            raise_noted(error, f"raised by collate_fn, {lane.progress}, {place}")
 
 
 class BlockRequests:
