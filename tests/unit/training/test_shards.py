@@ -112,7 +112,9 @@ def test_every_epoch_is_a_permutation(
     lengths: list[int], num: int, microbatch: int, shuffle: bool
 ) -> None:
     n = sum(lengths)
-    order = ShardOrder(n, 1, shuffle, tuple(lengths), 0, num * microbatch, microbatch)
+    order = ShardOrder(
+        n, 1, shuffle, hash(tuple(lengths)), tuple(lengths), num * microbatch, microbatch
+    )
     ids = order.ids(2, 0, n)
     assert sorted(ids.tolist()) == list(range(n))
     assert torch.equal(torch.cat([order.ids(2, i, i + 1) for i in range(n)]), ids)

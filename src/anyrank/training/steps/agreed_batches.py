@@ -173,9 +173,12 @@ def _one_by_one(
 ) -> Iterator[Entry]:
     """Yield the slots and batches of a step on one rank."""
     yield from zip(first.slots, first.take(ranks), strict=True)
+    reports = list[Any]()
     for slot in slots[len(first.slots) :]:
         batch = fetcher.fetch(slot)
-        fetcher.learn(fetcher.report([batch]))
+        reports += fetcher.report([batch])
+        if slot is slots[-1]:  # no one asks before
+            fetcher.learn(reports)
         yield slot, batch
 
 

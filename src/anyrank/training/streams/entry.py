@@ -35,10 +35,9 @@ def open_shards(
     options: Mapping[str, Any],
 ) -> OwnOrder:
     """Open the dataset of `ElasticLoader.from_shards`; raises the errors that it documents."""
-    _check_options(options)
+    _check_options(options, is_planned=lengths is not None)
     check_bool(endless=endless)
     if lengths is None:
-        _check_tail(options)
         return OpenStreams({"": Stream(shards, read, transform, window)}, endless=endless)
     options_given = {"transform": transform, "window": window, "endless": endless or None}
     for name, value in options_given.items():
@@ -61,7 +60,6 @@ def open_iterable(
 ) -> OwnOrder:
     """Open the dataset of `ElasticLoader.from_iterable` with its options."""
     _check_options(options)
-    _check_tail(options)
     check_bool(endless=endless)
     check_choice("until", until, get_args(Until))
     if until != "first" and (mix is None or endless):
@@ -86,9 +84,7 @@ def open_map_style(
     dataset: Any, transform: Any, weights: Any, tail: str, on_batch_change: str
 ) -> OwnOrder:
     """Return the stream of an `ElasticLoader` with a dataset and a transform."""
-    options = {"tail": tail, "on_batch_change": on_batch_change}
-    _check_options(options)
-    _check_tail(options)
+    _check_options({"tail": tail, "on_batch_change": on_batch_change})
     if weights is not None:
         raise ValueError(
             "weights= cannot be combined with transform=, which reads samples once each. Remove "
@@ -117,18 +113,19 @@ def _check_mix(datasets: Any, mix: Any) -> Mapping[str, Any]:
     return datasets
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Check that no option needs an order that is independent of the step size."""
+def _check_options(options: Mapping[str, Any], is_planned: bool = False) -> None:
+    """Check that no option needs an order that is independent of the step size.
+
+    Args:
+        options: options of the loader.
+        is_planned: whether the order is known, so that the samples that fill no step are too.
+    """
     if options.get("on_batch_change", "error") != "error":
         raise ValueError(
             f"on_batch_change={options['on_batch_change']!r}: a stream cannot be resumed with a "
             "different global_batch, because its lanes depend on it. Remove on_batch_change=."
         )
-
-
-def _check_tail(options: Mapping[str, Any]) -> None:
-    """Check that tail= is not "drop": lanes leave no samples that fill no step."""
-    if options.get("tail") == "drop":
+    if options.get("tail") == "drop" and not is_planned:
         raise ValueError(
             "tail='drop' is not supported for streams, whose every row is in a step, and whose "
             "last steps of an epoch may be short. Remove it, pass the lengths of the shards, or "

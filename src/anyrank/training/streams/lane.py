@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from anyrank.errors import CheckpointError
@@ -132,6 +131,7 @@ class Lane:
         transform: a fresh transform, or None.
         shard_at: returns the lane's shards, by their places in it; None after the last.
         state: where it continues.
+        size: most samples in a block.
         num_shards: number of its shards if it repeats them, until they make no sample.
 
     Attributes:
@@ -148,21 +148,23 @@ class Lane:
         transform: Any,
         shard_at: Callable[[int], Shard | None],
         state: LaneState,
+        size: int,
         num_shards: int | None = None,
     ) -> None:
         self.source, self.number, self.pass_id = source, number, pass_id
         self.transform = None if transform is None else LaneTransform(transform)
         self.shard_at, self.state = shard_at, state
-        self.num_shards = num_shards
+        self.num_shards, self._size = num_shards, size
         self.blocks_left: int | None = None
         self.changes: list[tuple[int, int, int]] = []
         self._passed, self._row = state.passed, state.row  # position of the next piece
         self._rows: Iterator[Any] | None = None  # the rest of the shard
+        # Blocks to return: the samples, the state of the piece that made the last of them, and the
+        # number of its samples up to there. The samples of the block after them, and its last one.
+        self._blocks: deque[tuple[list[Any], LaneState, int]] = deque()
         self._samples: list[Any] = []
+        self._end = state, 0
         self._newest, self._num_newest = state, 0  # state and samples of the last piece
-        # Of the samples' pieces: the state, and the numbers of samples that were returned and made.
-        self._pieces: deque[tuple[LaneState, int, int]] = deque()
-        self._num_cuts = 0
         self._is_new, self._is_over = True, False
         # First shard read in full since the last sample, and number of rows held at that point.
         self._barren_from, self._num_held = state.passed + (state.length >= 0), 0
@@ -175,32 +177,30 @@ class Lane:
         """True if it has no further block."""
         return self.blocks_left == 0
 
-    def take(self, size: int, look: int = 0) -> list[Any]:
+    def take(self, look: int = 0) -> list[Any]:
         """Return the samples of the next block; none if the lane has ended.
 
         Args:
-            size: most samples in it.
             look: number of blocks to look for after it.
 
         Raises:
             CheckpointError: a shard has different rows than before.
             Exception: reading or the transform failed; it gets a note.
         """
-        self._drop_cuts()
-        while (stop := self._find_stop(size)) is None and self._advance():
-            self._drop_cuts()
-        samples = self._samples[:stop]
-        units = 0 if self.transform is None else self.transform.units_in(samples)
-        blocks, units_given = self.state.blocks + bool(samples), self.state.units_given + units
-        self._give(len(samples), blocks, units_given)
-        most = max(1, look)
-        while (left := self._count_blocks(size, most)) < look and self._advance():
+        while not self._blocks and self._advance():
             pass
-        self.blocks_left = left if self._is_over and left < most else None
+        samples, piece, num_given = self._blocks.popleft() if self._blocks else ([], self.state, 0)
+        units = 0 if self.transform is None else self.transform.units_in(samples)
+        counts = {
+            "blocks": self.state.blocks + bool(samples),
+            "units_given": self.state.units_given + units,
+        }
+        while (left := len(self._blocks) + bool(self._samples)) < look and self._advance():
+            pass
+        self.blocks_left = left if self._is_over and left < max(1, look) else None
         if self.has_ended:  # including rows that were read since without a sample
-            self.state = self._newest._replace(
-                num_given=self._num_newest, blocks=blocks, units_given=units_given
-            )
+            piece, num_given = self._newest, self._num_newest
+        self.state = piece._replace(num_given=num_given, **counts)
         return samples
 
     def close(self) -> None:
@@ -217,58 +217,18 @@ class Lane:
 
     # -- samples ----------------------------------------------------------------------------------
 
-    def _find_stop(self, size: int) -> int | None:
-        """Find where the block ends; return None if its last sample has not been read yet."""
-        if self._num_cuts:
-            for index, sample in enumerate(islice(self._samples, size)):
-                if sample is CUT:
-                    return index
-        return size if len(self._samples) >= size else None
-
-    def _count_blocks(self, size: int, most: int) -> int:
-        """Count the blocks that the current samples make, up to a number."""
-        if not self._num_cuts:
-            return min(most, -(-len(self._samples) // size))
-        blocks = num_samples = 0
-        for sample in self._samples:
-            is_full = num_samples == size
-            if num_samples and (sample is CUT or is_full):
-                num_samples = 0
+    def _divide(self, samples: Sequence[Any], piece: LaneState, start: int) -> None:
+        """Divide the samples of a piece into blocks, from one on."""
+        for number, sample in enumerate(samples[start:], start + 1):
             if sample is not CUT:
-                blocks += num_samples == 0
-                num_samples += 1
-            if blocks == most:
-                break
-        return blocks
+                self._samples.append(sample)
+                self._end = piece, number
+            if self._samples and (sample is CUT or len(self._samples) == self._size):
+                self._close_block()
 
-    def _drop_cuts(self) -> None:
-        """Drop cuts at the start of a block, which cannot end before its first sample."""
-        while self._num_cuts and self._samples and self._samples[0] is CUT:
-            self._give(1, self.state.blocks, self.state.units_given)
-
-    def _give(self, count: int, blocks: int, units_given: int) -> None:
-        """Remove the first samples; set the state of the piece that made the last of them.
-
-        Args:
-            count: number of samples, with cuts.
-            blocks, units_given: counts of the lane after them.
-        """
-        if not count:
-            return
-        if self._num_cuts:
-            self._num_cuts -= sum(sample is CUT for sample in islice(self._samples, count))
-        del self._samples[:count]
-        state, num_given, size = self._pieces[0]
-        while count > size - num_given:
-            count -= size - num_given
-            self._pieces.popleft()
-            state, num_given, size = self._pieces[0]
-        num_given += count
-        if num_given == size:
-            self._pieces.popleft()
-        else:
-            self._pieces[0] = state, num_given, size
-        self.state = state._replace(num_given=num_given, blocks=blocks, units_given=units_given)
+    def _close_block(self) -> None:
+        self._blocks.append((self._samples, *self._end))
+        self._samples = []
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -284,32 +244,38 @@ class Lane:
         passed, row, rows = self._next_piece()
         if is_reread and (passed, row, len(rows)) != self.state[:3]:
             raise self._changed(self.state.passed)
-        state, transform = self._newest, self.transform
+        before, transform = self._newest, self.transform
         digest = digest_of_row(rows[0]) if rows else ""
-        fields: dict[str, Any] = {"length": len(rows), "num_given": 0, "digest": digest}
-        if is_reread and rows and digest != state.digest:
-            self.changes.append((self._shard(passed)[1], row, row + len(rows)))
-        if not is_reread:
-            fields |= self._position_before(passed, row)
-        counted = (0, 0) if transform is None else transform.counts
-        samples = self._feed(passed, row, rows)
-        if not is_reread:
-            fields["rows"] = state.rows + len(rows)
-            if transform is not None:
-                fed, dropped = (a - b for a, b in zip(transform.counts, counted, strict=True))
-                fields |= {"units_fed": state.units_fed + fed, "dropped": state.dropped + dropped}
-        self._newest, self._num_newest = state._replace(**fields), len(samples)
-        if samples:
-            self._pieces.append((self._newest, 0, len(samples)))
-            cuts = 0 if transform is None else sum(sample is CUT for sample in samples)
-            if cuts < len(samples):
-                self._barren_from, self._num_held = passed + 1, 0
-            self._num_cuts += cuts
-            self._samples += samples
         if is_reread:
-            if state.num_given > len(samples):
+            if rows and digest != before.digest:
+                self.changes.append((self._shard(passed)[1], row, row + len(rows)))
+            samples = self._feed(passed, row, rows)
+            if before.num_given > len(samples):
                 raise self._changed(passed)
-            self._give(state.num_given, state.blocks, state.units_given)
+            piece = before._replace(digest=digest)
+        else:
+            held = self._held_before(passed, row)
+            fed, dropped = (0, 0) if transform is None else transform.counts
+            samples = self._feed(passed, row, rows)
+            if transform is not None:
+                fed, dropped = transform.counts[0] - fed, transform.counts[1] - dropped
+            piece = LaneState(
+                passed,
+                row,
+                len(rows),
+                0,
+                *held,
+                digest,
+                rows=before.rows + len(rows),
+                units_fed=before.units_fed + fed,
+                dropped=before.dropped + dropped,
+            )
+        self._divide(samples, piece, piece.num_given)
+        self._newest, self._num_newest = piece, len(samples)
+        if any(sample is not CUT for sample in samples):
+            self._barren_from, self._num_held = passed + 1, 0
+        if self._is_over and self._samples:
+            self._close_block()
         return True
 
     def _feed(self, passed: int, row: int, rows: list[Any]) -> list[Any]:
@@ -434,12 +400,11 @@ class Lane:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _position_before(self, passed: int, row: int) -> dict[str, Any]:
-        """Return the fields of the state before a piece is fed, or before the end."""
-        position = {"passed": passed, "row": row, "first_passed": passed, "first_row": row}
+    def _held_before(self, passed: int, row: int) -> tuple[int, int, str, str]:
+        """Return what a state needs to feed a piece, or to end: first_passed to inner."""
         transform = self.transform
         if transform is None:
-            return position
+            return passed, row, "", ""
         held_rows = sorted(transform.held_rows())
         numbers = [number - self._num_forgotten for number in held_rows]
         if numbers and not 0 <= numbers[0] <= numbers[-1] < len(self._fed):
@@ -452,12 +417,11 @@ class Lane:
         for _ in range(needless):
             self._fed.popleft()
         self._num_forgotten += needless
-        first = 0
-        if self._fed:
-            first, position["first_passed"], position["first_row"] = self._fed[0]
+        if not self._fed:
+            return passed, row, "", transform.state()
+        first, first_passed, first_row = self._fed[0]
         bits = sum(1 << self._fed[number - needless][0] - first for number in numbers)
-        needed = f"{bits:x}" if bits else ""
-        return {**position, "needed": needed, "inner": transform.state()}
+        return first_passed, first_row, f"{bits:x}", transform.state()
 
 
 def epoch_of(pass_id: int) -> int:

@@ -268,7 +268,8 @@ class StreamPosition(Position):
         if read.after is not None or len(read.sizes) < plan.num_microbatches:
             return
         after = plan.deal.after(read.states)
-        for source, total in enumerate(after.totals):
+        totals = after.totals if after.has_ended != plan.deal.has_ended else ()
+        for source, total in enumerate(totals):
             if after.has_ended[source] and not total.blocks:
                 name = self.streams.names[source]
                 shards = count(after.sizes[source], "shard") + (f" of {name}" if name else "")

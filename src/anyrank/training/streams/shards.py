@@ -12,18 +12,23 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from anyrank.checks import check_type
 from anyrank.errors import CheckpointError
 from anyrank.tensors.hashing import derive
 from anyrank.training.data.batches import FetchedBatch
-from anyrank.training.data.fetch import MicrobatchDataset, MicrobatchRequest, OwnOrder
+from anyrank.training.data.fetch import (
+    MicrobatchDataset,
+    MicrobatchRequest,
+    OwnOrder,
+    samples_of,
+)
 from anyrank.training.data.order import Order
-from anyrank.training.random_state.generators import kept
 from anyrank.training.streams.sources import Stream, hide_worker_info
 from anyrank.wording import count
 
@@ -38,22 +43,21 @@ class ShardOrder(Order):
     """The order of samples in shards. A sample's id is its position in the concatenated shards.
 
     Attributes:
+        digest: digest of the shards' names and lengths.
         lengths: number of samples of each shard.
-        shards: digest of the shards' names.
         global_batch: number of samples of a step.
         microbatch: number of samples of a lane that a step takes.
     """
 
-    lengths: tuple[int, ...]
-    shards: int
+    digest: int
+    lengths: tuple[int, ...] = field(compare=False, repr=False)  # to hash many takes long
     global_batch: int
     microbatch: int
 
     @property
     def name(self) -> str:
         """The method, the shards and their lengths."""
-        digest = derive(self.shards, str(self.lengths), size=4)
-        return f"{SHARDS_NAME} {digest:08x} {super().name}"
+        return f"{SHARDS_NAME} {self.digest:08x} {super().name}"
 
     def arguments(self) -> dict[str, object]:
         return super().arguments() | {"shards": f"{len(self.lengths)}, digest {self.name}"}
@@ -119,7 +123,8 @@ class Shards(OwnOrder):
         """Return the order of the samples, with a lane for each microbatch of a step."""
         self.stream.begin(seed, shuffle, global_batch, microbatch)
         names = derive(*(repr(shard) for shard in self.stream.shards))
-        return ShardOrder(len(self), seed, shuffle, self.lengths, names, global_batch, microbatch)
+        digest = derive(names, str(self.lengths), size=4)
+        return ShardOrder(len(self), seed, shuffle, digest, self.lengths, global_batch, microbatch)
 
     def by_microbatch(
         self, seed: int, collate_fn: Callable[[list[Any]], Any] | None
@@ -170,11 +175,9 @@ class Shards(OwnOrder):
 
     def rows(self, shard: int, first: int) -> Iterator[Any]:
         """Read the samples of a shard from one on, which starts a piece; whole pieces are read."""
-        with kept():  # the random numbers of the microbatch are those of the collate_fn
-            rest = self.stream.open(self.epoch, shard, first)
+        rest = self.stream.open(self.epoch, shard, first)
         while True:
-            with kept():
-                piece = self.stream.read_piece(rest, self.epoch, shard, first)
+            piece = self.stream.read_piece(rest, self.epoch, shard, first)
             yield from piece
             first += len(piece)
             if len(piece) < self.stream.piece:
@@ -195,12 +198,15 @@ class Shards(OwnOrder):
 
 
 class _ShardReader(MicrobatchDataset):
-    """Sets the epoch of the shards' samples before it reads them."""
+    """Reads samples, which have random numbers of their own; seeds only for the collate_fn."""
 
     def __getitem__(self, request: MicrobatchRequest) -> FetchedBatch:
         hide_worker_info()
         self.dataset.begin_epoch(request.epoch)
-        return super().__getitem__(request)
+        samples = samples_of(self.dataset, request.ids, request)
+        if self.collate_fn is not default_collate:  # which draws nothing
+            self.reseed(request)
+        return self.collate(request, samples)
 
 
 def _check_lengths(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:

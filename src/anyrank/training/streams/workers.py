@@ -175,6 +175,7 @@ class BlockReader(Dataset[FetchedBatch]):
             fresh(source.transform),
             shard_at,
             opening.state,
+            self.size,
             num_shards=len(places) if opening.repeats else None,
         )
 
@@ -203,12 +204,12 @@ class BlockReader(Dataset[FetchedBatch]):
     def _skip(self, lane: Lane, block: int) -> None:
         """Read up to a block."""
         while lane.state.blocks < block and not lane.has_ended:
-            lane.take(self.size)
+            lane.take()
 
     def _take(self, lane: Lane, block: int, look: int) -> FetchedBatch:
         try:
             self._skip(lane, block)
-            samples = lane.take(self.size, look) if lane.state.blocks == block else []
+            samples = lane.take(look) if lane.state.blocks == block else []
         except StopIteration as error:  # a DataLoader takes it for the end of the data
             raise RuntimeError(f"StopIteration, {error.__notes__}") from error
         batch = self._collate(samples, lane, block) if samples else None
