@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import anyrank
 from anyrank.errors import CheckpointError
 from anyrank.testing import run_ranks
-from anyrank.training.streams.block_plan import Report
 from anyrank.training.streams.lane import LaneState
+from anyrank.training.streams.workers import BlockAnswer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -307,7 +307,7 @@ def test_ranks_agree_as_often_as_with_a_dataset(
 
 def test_what_a_rank_tells_of_two_blocks_fits_into_one_message() -> None:
     state = LaneState(100, 10**6, 64, 30, 99, 10**6, "f" * 20, "1234", "0" * 8, 10**5, 10**9)
-    reports = [Report(n, 8, (), (state, None)) for n in range(2)]
+    reports = [BlockAnswer((n, 1 << 32, 10**5), 8, state) for n in range(2)]
     assert len(pickle.dumps((None, reports))) < 400
 
 

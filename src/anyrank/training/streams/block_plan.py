@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from anyrank.training.data.schedule import StepPlan
 from anyrank.training.streams.deal import Deal
-from anyrank.training.streams.lane import LaneState
-from anyrank.training.streams.workers import Key
-
-
-class Report(NamedTuple):
-    """What a rank reports of a block.
-
-    Attributes:
-        k: its microbatch.
-        num_samples: number of its samples.
-        changes: pieces that had changed when they were read again: shard, start, stop.
-        lane_end: for a lane's last block of the step, the lane's state after it and the number of
-            blocks that it has left.
-    """
-
-    k: int
-    num_samples: int
-    changes: tuple[tuple[int, int, int], ...]
-    lane_end: tuple[LaneState, int | None] | None
+from anyrank.training.streams.workers import BlockAnswer, Key
 
 
 @dataclass
@@ -33,24 +15,25 @@ class StepRead:
     """What is known of a step while it is read.
 
     Attributes:
-        sizes: microbatch -> number of its samples, if it was reported.
-        states: lane -> its state after the step, and the number of blocks that it has left.
+        answers: the blocks that this rank has read, or any rank has reported.
         changes: pieces that had changed when they were read again: lane, shard, start, stop.
         after: the deal after the step, once all its blocks were reported.
         next_plan: the plan of the next step, from then on; None if none follows in the epoch.
         batch_for_copies: a batch of this rank.
     """
 
-    sizes: dict[int, int] = field(default_factory=dict[int, int])
-    states: dict[int, tuple[LaneState, int | None]] = field(
-        default_factory=dict[int, tuple[LaneState, "int | None"]]
-    )
+    answers: dict[Key, BlockAnswer] = field(default_factory=dict[Key, BlockAnswer])
     changes: list[tuple[int, int, int, int]] = field(
         default_factory=list[tuple[int, int, int, int]]
     )
     after: Deal | None = None
     next_plan: BlockPlan | None = None
     batch_for_copies: Any = None
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the blocks so far."""
+        return sum(answer.num_samples for answer in self.answers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +56,15 @@ class BlockPlan(StepPlan):
         return [lane for lane, _, _ in self.keys]
 
     @property
+    def last_keys(self) -> dict[int, Key]:
+        """The last block of each lane in the step."""
+        return {key[0]: key for key in self.keys}
+
+    @property
     def samples(self) -> int:
         if self.read.after is None:
             raise self.too_early_error("its number of samples")
-        return sum(self.read.sizes.values())
+        return self.read.num_samples
 
     def too_early_error(self, what: str) -> ValueError:
         """Make the error for a caller that needs a value too early."""
@@ -95,4 +83,4 @@ class BlockPlan(StepPlan):
         return len(self.keys)
 
     def size(self, k: int) -> int:
-        return self.read.sizes[k]
+        return self.read.answers[self.keys[k]].num_samples

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,11 +27,12 @@ from anyrank.training.random_state.generators import kept
 from anyrank.training.steps.agreed_batches import FIRST, Fetcher, OwnBatches
 from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position
 from anyrank.training.steps.step_run import StepRun
-from anyrank.training.streams.block_plan import BlockPlan, Report, StepRead
+from anyrank.training.streams.block_plan import BlockPlan, StepRead
 from anyrank.training.streams.deal import Deal, Opening
 from anyrank.training.streams.sources import Streams
 from anyrank.training.streams.verdicts import check_units, describe
 from anyrank.training.streams.workers import (
+    NO_KEY,
     BlockAnswer,
     BlockReader,
     BlockRequest,
@@ -103,14 +106,14 @@ class StreamPosition(Position):
 
     def begin_step(self) -> StepRun | None:
         plan, ranks = self.next_step(), self.ranks  # once it is known to have a row
-        while plan.deal.is_unsure(plan.lanes) and not any(plan.read.sizes.values()):
+        while plan.deal.is_unsure(plan.lanes) and not plan.read.num_samples:
             assert ranks is not None
             for num_slots in (FIRST, plan.num_microbatches):
                 with kept():
                     slots = self.slots(plan)[:num_slots]
                     self.ahead = OwnBatches(self.fetcher(plan, True), slots)
                 self.ahead.settle(ranks)
-                if any(plan.read.sizes.values()):
+                if plan.read.num_samples:
                     break
             else:
                 self.ahead = None
@@ -156,7 +159,7 @@ class StreamPosition(Position):
         own_microbatches = [slot.k for slot in slots if not slot.is_copy]
         self._requests.begin_step(plan.deal, plan.number, own_microbatches)
         copied = slots[-1].k if slots[-1].is_copy else None
-        last = {lane: k for k, lane in enumerate(plan.lanes)}
+        last_keys = plan.last_keys
 
         def fetch(slot: MicrobatchSlot) -> FetchedBatch:
             fetched = self.fetch(plan, slot)
@@ -164,23 +167,15 @@ class StreamPosition(Position):
                 plan.read.batch_for_copies = _copy_of(fetched.batch)
             return fetched
 
-        def report(batches: Sequence[FetchedBatch]) -> list[Report]:
+        def report(batches: Sequence[FetchedBatch]) -> list[BlockAnswer]:
             answers: list[BlockAnswer] = [fetched.request for fetched in batches]
             return [
-                Report(
-                    answer.k,
-                    answer.num_samples,
-                    answer.changes,
-                    (answer.state, answer.blocks_left) if last[answer.key[0]] == answer.k else None,
-                )
+                answer if answer.key == last_keys[answer.key[0]] else replace(answer, state=None)
                 for answer in answers
-                if answer.state is not None
+                if answer.key != NO_KEY
             ]
 
-        def learn(answers: list[Any]) -> None:
-            self.learn(plan, answers)
-
-        return Fetcher(fetch, report, learn)
+        return Fetcher(fetch, report, partial(self.learn, plan))
 
     def fetch(self, plan: StepPlan, slot: MicrobatchSlot) -> FetchedBatch:
         assert isinstance(plan, BlockPlan)
@@ -188,8 +183,7 @@ class StreamPosition(Position):
             return FetchedBatch(BlockAnswer(), self._copy_for(plan))
         fetched = self._requests.fetch(self.batches, plan.keys[slot.k])
         answer: BlockAnswer = fetched.request
-        answer.k = slot.k
-        plan.read.sizes[slot.k] = answer.num_samples
+        plan.read.answers[answer.key] = answer
         if answer.is_empty and self.is_endless:
             raise self._no_samples(plan.deal.opening(answer.key[0]), answer)
         return FetchedBatch(answer, self._copy_for(plan)) if answer.is_empty else fetched
@@ -256,18 +250,18 @@ class StreamPosition(Position):
             "that: the loader divides the shards."
         )
 
-    def learn(self, plan: BlockPlan, reports: Sequence[Report]) -> None:
-        """Record the ranks' reports on their blocks; after the last of them the step is known."""
+    def learn(self, plan: BlockPlan, answers: Sequence[BlockAnswer]) -> None:
+        """Record the ranks' blocks; after the last of them the step is known."""
         read = plan.read
-        for report in reports:
-            lane = plan.keys[report.k][0]
-            read.sizes[report.k] = report.num_samples
-            read.changes.extend((lane, *change) for change in report.changes)
-            if report.lane_end is not None:
-                read.states[lane] = report.lane_end
-        if read.after is not None or len(read.sizes) < plan.num_microbatches:
+        for answer in answers:
+            read.answers[answer.key] = answer
+            read.changes.extend((answer.key[0], *change) for change in answer.changes)
+        if read.after is not None or len(read.answers) < plan.num_microbatches:
             return
-        after = plan.deal.after(read.states)
+        ends = [read.answers[key] for key in plan.last_keys.values()]
+        after = plan.deal.after(
+            {end.key[0]: (end.state, end.blocks_left) for end in ends if end.state is not None}
+        )
         totals = after.totals if after.has_ended != plan.deal.has_ended else ()
         for source, total in enumerate(totals):
             if after.has_ended[source] and not total.blocks:
@@ -286,7 +280,7 @@ class StreamPosition(Position):
         if read.after.is_over:
             check_units(read.after)
         self.deal, self._next = read.after, read.next_plan
-        planned = [block_id(key) for k, key in enumerate(step.keys) if read.sizes[k]]
+        planned = [block_id(key) for key in step.keys if read.answers[key].num_samples]
         self.accounts[-1].add(torch.tensor(planned, dtype=torch.int64, device="cpu"), seen)
         self._note_changes(step)
         self.step += 1

@@ -62,10 +62,9 @@ class BlockAnswer:
     Attributes:
         key: the block.
         num_samples: number of its samples; 0 if the lane had already ended.
-        state: state of the lane after it; None for a copy.
+        state: state of the lane after it; None for a copy, or if another block's is reported.
         blocks_left: number of blocks that the lane has after it; None if unknown.
         changes: pieces that had changed when they were read again: shard, start, stop.
-        k: its microbatch in the step.
     """
 
     key: Key = NO_KEY
@@ -73,7 +72,6 @@ class BlockAnswer:
     state: LaneState | None = None
     blocks_left: int | None = None
     changes: tuple[tuple[int, int, int], ...] = ()
-    k: int = -1
 
     @property
     def is_empty(self) -> bool:
