@@ -163,7 +163,7 @@ class Lane:
         # number of its samples up to there. The samples of the block after them, and its last one.
         self._blocks: deque[tuple[list[Any], LaneState, int]] = deque()
         self._samples: list[Any] = []
-        self._end = state, 0
+        self._last = state, 0
         self._newest, self._num_newest = state, 0  # state and samples of the last piece
         self._is_new, self._is_over = True, False
         # First shard read in full since the last sample, and number of rows held at that point.
@@ -222,12 +222,12 @@ class Lane:
         for number, sample in enumerate(samples[start:], start + 1):
             if sample is not CUT:
                 self._samples.append(sample)
-                self._end = piece, number
+                self._last = piece, number
             if self._samples and (sample is CUT or len(self._samples) == self._size):
                 self._close_block()
 
     def _close_block(self) -> None:
-        self._blocks.append((self._samples, *self._end))
+        self._blocks.append((self._samples, *self._last))
         self._samples = []
 
     # -- rows -------------------------------------------------------------------------------------

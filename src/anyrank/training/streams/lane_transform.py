@@ -30,8 +30,14 @@ CUT: Final = Cut()
 
 
 class OwnTransform:
-    """The base of anyrank's transforms: what a lane asks of them, with the answers for others."""
+    """The base of anyrank's transforms: what a lane asks of them, with the answers for others.
 
+    It identifies rows by their numbers, and by those in the lane. Both count up by themselves. A
+    lane sets them, because a subclass may skip rows, and rows that are no longer needed are not fed
+    again after a resume.
+    """
+
+    _num_fed = _row_number = 0  # of the next row
     _units_fed = 0  # units (tokens) in the rows that were fed
     _num_dropped = 0  # rows that were dropped
 
@@ -45,6 +51,19 @@ class OwnTransform:
 
     def _come_to(self, number: int, row_number: int) -> None:
         """Take over the numbers of the row that is fed next: among those fed, and in the lane."""
+        if self._num_fed > number:
+            raise ValueError(
+                f"{type(self).__name__} called feed() of its base class more than once for a row, "
+                "which can only be fed again as a whole after a resume. Return more, smaller rows "
+                "from read()."
+            )
+        self._num_fed, self._row_number = number, row_number
+
+    def _count(self) -> tuple[int, int]:
+        """Return the number of a row that is fed, and its number in the lane."""
+        number, row_number = self._num_fed, self._row_number
+        self._num_fed, self._row_number = number + 1, row_number + 1
+        return number, row_number
 
 
 class LaneTransform:

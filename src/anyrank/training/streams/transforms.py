@@ -30,32 +30,7 @@ class _Piece(NamedTuple):
     start: int
 
 
-class _Numbered(OwnTransform):
-    """A transform that identifies its rows by their numbers, and by those in the lane.
-
-    Both numbers count up by themselves. A lane sets them, because a subclass may skip rows, and
-    rows that are no longer needed are not fed again after a resume.
-    """
-
-    _num_fed = _row_number = 0  # of the next row
-
-    def _come_to(self, number: int, row_number: int) -> None:
-        if self._num_fed > number:
-            raise ValueError(
-                f"{type(self).__name__} called feed() of its base class more than once for a row, "
-                "which can only be fed again as a whole after a resume. Return more, smaller rows "
-                "from read()."
-            )
-        self._num_fed, self._row_number = number, row_number
-
-    def _count(self) -> tuple[int, int]:
-        """Return the number of a row that is fed, and its number in the lane."""
-        number, row_number = self._num_fed, self._row_number
-        self._num_fed, self._row_number = number + 1, row_number + 1
-        return number, row_number
-
-
-class Pack(_Numbered):
+class Pack(OwnTransform):
     """Packs documents into rows of `length` tokens, for `ElasticLoader.from_shards(transform=)`.
 
     A row is a dict of int64 tensors of shape [length]: `key` (the tokens), "labels" (the same, or
@@ -242,7 +217,7 @@ class Pack(_Numbered):
         return type(self) is not Pack
 
 
-class Buckets(_Numbered):
+class Buckets(OwnTransform):
     """Gives microbatches of one bucket each, for `transform=` of any `ElasticLoader`.
 
     Rows are buffered until a bucket can fill a microbatch. Rows that wait at the end of a lane, or
