@@ -49,13 +49,13 @@ def request_for(schedule: Schedule, plan: StepPlan, k: int) -> MicrobatchRequest
     return MicrobatchRequest(plan.epoch, plan.bounds(k)[0], tuple(schedule.ids(plan, k)))
 
 
-def samples_of(dataset: Any, ids: Sequence[int], place: object) -> list[Any]:
+def samples_of(dataset: Any, ids: Sequence[int], context: object) -> list[Any]:
     """Return samples of the user's dataset.
 
     Args:
         dataset: has `dataset[i]`, and perhaps `__getitems__`.
         ids: ids of the samples.
-        place: what to add to the note on an error.
+        context: what the note on an error adds, such as the epoch.
 
     Raises:
         ValueError: `__getitems__` returned a different number of samples.
@@ -73,7 +73,7 @@ def samples_of(dataset: Any, ids: Sequence[int], place: object) -> list[Any]:
         if len(samples) != len(ids):
             raise ValueError(f"{where} returned {len(samples)} samples for {len(ids)} ids")
     except Exception as error:
-        raise_noted(error, f"raised by {where}, {place}")
+        raise_noted(error, f"raised by {where}, {context}")
     return samples
 
 

@@ -254,7 +254,7 @@ class Lane:
                 raise self._changed(passed)
             piece = before._replace(digest=digest)
         else:
-            held = self._held_before(passed, row)
+            needs = self._needs_before(passed, row)
             fed, dropped = (0, 0) if transform is None else transform.counts
             samples = self._feed(passed, row, rows)
             if transform is not None:
@@ -264,7 +264,7 @@ class Lane:
                 row,
                 len(rows),
                 0,
-                *held,
+                *needs,
                 digest,
                 rows=before.rows + len(rows),
                 units_fed=before.units_fed + fed,
@@ -400,7 +400,7 @@ class Lane:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _held_before(self, passed: int, row: int) -> tuple[int, int, str, str]:
+    def _needs_before(self, passed: int, row: int) -> tuple[int, int, str, str]:
         """Return what a state needs to feed a piece, or to end: first_passed to inner."""
         transform = self.transform
         if transform is None:

@@ -222,8 +222,8 @@ class BlockReader(Dataset[FetchedBatch]):
         try:
             return self.collate_fn(samples)
         except Exception as error:
-            place = f"epoch {epoch_of(lane.pass_id)}, lane {lane.number}, block {block}"
-            raise_noted(error, f"raised by collate_fn, {lane.progress}, {place}")
+            context = f"epoch {epoch_of(lane.pass_id)}, lane {lane.number}, block {block}"
+            raise_noted(error, f"raised by collate_fn, {lane.progress}, {context}")
 
 
 class BlockRequests:
