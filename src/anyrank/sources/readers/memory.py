@@ -17,11 +17,6 @@ from anyrank.tensors.spec import Chunk, StoredTensor
 from anyrank.tensors.wrapped import values_of, without_bytes
 
 
-def _tensors_in(value: Any) -> int:
-    inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-    return sum(isinstance(tensor, torch.Tensor) for tensor in inner.values())
-
-
 def list_memory(tensors: Mapping[str, Any]) -> Listing:
     """List a dict of tensors in memory; each tensor is a "file" whose bytes are its storage.
 
@@ -35,18 +30,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
     unreadable: dict[str, str] = {}
     extras: dict[str, tuple[Any] | None] = {}
     first: dict[Any, StoredTensor] = {}  # by memory
-    direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
-    inner = next((name for name in NESTED if _tensors_in(tensors.get(name)) > direct), None)
-    if inner is not None or not direct:
-        if inner is None:
-            keys = ", ".join(map(str, list(tensors)[:20]))
-            raise WrongValue(
-                f"the dict {f'has no tensors, only {keys}' if keys else 'is empty'}; pass the dict "
-                "of tensors"
-            )
-        raise WrongValue(
-            f"the tensors are in an inner dict; pass that, for example source[{inner!r}]"
-        )
+    _check_has_tensors(tensors)
     for key, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             if key.rsplit(".", 1)[-1] == EXTRA_STATE:
@@ -56,20 +40,7 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
                 unreadable[key] = what
             skipped[key] = what or (ABSENT if value is None else NOT_A_TENSOR)
             continue
-        if hasattr(value, "placements"):
-            raise LoadError(
-                f"{key}: is a DTensor, of which this process has only its local part. Use "
-                "anyrank.load or anyrank.sync for a dict of DTensors."
-            )
-        if value.is_meta:
-            raise LoadError(f"{key}: is on meta, so it has no values; load or materialize it first")
-        if what := without_bytes(value):
-            raise LoadError(f"{key}: is a {what[0]}, whose bytes are not its values; {what[1]}")
-        value = values_of(value)
-        if is_released(value):
-            raise LoadError(
-                f"{key}: its storage was freed with untyped_storage().resize_(0); restore it first"
-            )
+        value = _dense(key, value)
         shape = tuple(value.shape)
         memory = (value.device, value.data_ptr(), value.dtype, shape, value.stride())
         if memory in first and value.numel():  # tied
@@ -87,6 +58,50 @@ def list_memory(tensors: Mapping[str, Any]) -> Listing:
         extras=extras,
         unreadable=unreadable,
     )
+
+
+def _check_has_tensors(tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if a dict has no tensors, or they are in an inner dict."""
+    direct = sum(isinstance(value, torch.Tensor) for value in tensors.values())
+    inner = next((name for name in NESTED if _tensors_in(tensors.get(name)) > direct), None)
+    if inner is not None:
+        raise WrongValue(
+            f"the tensors are in an inner dict; pass that, for example source[{inner!r}]"
+        )
+    if not direct:
+        keys = ", ".join(map(str, list(tensors)[:20]))
+        raise WrongValue(
+            f"the dict {f'has no tensors, only {keys}' if keys else 'is empty'}; pass the dict "
+            "of tensors"
+        )
+
+
+def _tensors_in(value: Any) -> int:
+    inner: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    return sum(isinstance(tensor, torch.Tensor) for tensor in inner.values())
+
+
+def _dense(key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the plain dense tensor with a value's bytes.
+
+    Raises:
+        LoadError: this process does not have its values as plain bytes.
+    """
+    if hasattr(value, "placements"):
+        raise LoadError(
+            f"{key}: is a DTensor, of which this process has only its local part. Use "
+            "anyrank.load or anyrank.sync for a dict of DTensors."
+        )
+    if value.is_meta:
+        raise LoadError(f"{key}: is on meta, so it has no values; load or materialize it first")
+    if what := without_bytes(value):
+        raise LoadError(f"{key}: is a {what[0]}, whose bytes are not its values; {what[1]}")
+    value = values_of(value)
+    if is_released(value):
+        raise LoadError(
+            f"{key}: its storage was freed with untyped_storage().resize_(0); restore it first"
+        )
+    return value
 
 
 def describe_unread(key: str, value: Any) -> str | None:
