@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from anyrank.errors import LoadError, WrongType
@@ -25,30 +25,56 @@ def renamer(rename: Rename) -> Renamer:
     if rename is None:
         return lambda key: key
     if callable(rename):
-        function = cast("Callable[[str], object]", rename)
-
-        def by_function(key: str) -> str:
-            try:
-                name = function(key)
-            except Exception as error:
-                raise LoadError(
-                    f"rename= failed for {key}: {type(error).__name__}: {error}"
-                ) from error
-            if not isinstance(name, str):
-                raise WrongType(
-                    f"rename= returned {name!r} for {key}: expected a str, got "
-                    f"{type(name).__name__}"
-                )
-            return name
-
-        return by_function
+        return _by_function(cast("Callable[[str], object]", rename))
     if isinstance(rename, Mapping):
-        mapping = dict(rename)
-        wrong = [(old, new) for old, new in mapping.items() if not _are_texts(old, new)]
-        if wrong:
-            old, new = wrong[0]
-            raise TypeError(f"rename={{{old!r}: {new!r}}}: expected keys and names of type str")
-        return lambda key: _by_mapping(key, mapping)
+        return _by_mapping(dict(rename))
+    return _by_pairs(rename)
+
+
+def _by_function(function: Callable[[str], object]) -> Callable[[str], str]:
+    def by_function(key: str) -> str:
+        try:
+            name = function(key)
+        except Exception as error:
+            raise LoadError(f"rename= failed for {key}: {type(error).__name__}: {error}") from error
+        if not isinstance(name, str):
+            raise WrongType(
+                f"rename= returned {name!r} for {key}: expected a str, got {type(name).__name__}"
+            )
+        return name
+
+    return by_function
+
+
+def _by_mapping(names: dict[str, str]) -> Callable[[str], str]:
+    """Rename whole keys, and the longest prefix of others.
+
+    Raises:
+        TypeError: a key or a name is not a str.
+    """
+    wrong = [(old, new) for old, new in names.items() if not _are_texts(old, new)]
+    if wrong:
+        old, new = wrong[0]
+        raise TypeError(f"rename={{{old!r}: {new!r}}}: expected keys and names of type str")
+
+    def by_mapping(key: str) -> str:
+        if key in names:
+            return names[key]
+        prefixes = [old for old in names if key.startswith(old if old.endswith(".") else f"{old}.")]
+        if not prefixes:
+            return key
+        old = max(prefixes, key=len)
+        return (names[old] + key[len(old) :]).lstrip(".")
+
+    return by_mapping
+
+
+def _by_pairs(rename: Iterable[tuple[str, str]]) -> Callable[[str], str]:
+    """Apply each regex, in order.
+
+    Raises:
+        ValueError, TypeError: as for `renamer`.
+    """
     try:
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
         wrong = [replacement for _, replacement in pairs if not _are_texts(replacement)]
@@ -74,13 +100,3 @@ def renamer(rename: Rename) -> Renamer:
 
 def _are_texts(*values: object) -> bool:
     return all(isinstance(value, str) for value in values)
-
-
-def _by_mapping(key: str, mapping: dict[str, str]) -> str:
-    if key in mapping:
-        return mapping[key]
-    prefixes = [old for old in mapping if key.startswith(old if old.endswith(".") else f"{old}.")]
-    if not prefixes:
-        return key
-    old = max(prefixes, key=len)
-    return (mapping[old] + key[len(old) :]).lstrip(".")
