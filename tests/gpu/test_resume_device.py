@@ -30,7 +30,7 @@ def build(options: dict[str, Any], device: torch.device) -> anyrank.TrainState:
 
 def train(state: anyrank.TrainState, steps: int) -> list[float]:
     """Losses, which dropout on the device makes depend on its stream."""
-    model, optimizer = state.parts.parts["model"], state.parts.parts["optimizer"]
+    model, optimizer = state.parts.by_name["model"], state.parts.by_name["optimizer"]
     device = next(model.parameters()).device
     losses: list[float] = []
     for _ in range(steps):
@@ -59,8 +59,8 @@ def test_a_run_on_the_device_goes_on_bit_by_bit(
     assert report is not None
     assert set(report.components.values()) == {"exact"}
     for mine, other in zip(
-        fresh.parts.parts["optimizer"].state.values(),
-        state.parts.parts["optimizer"].state.values(),
+        fresh.parts.by_name["optimizer"].state.values(),
+        state.parts.by_name["optimizer"].state.values(),
         strict=True,
     ):
         assert {k: v.device for k, v in mine.items()} == {k: v.device for k, v in other.items()}
@@ -78,8 +78,8 @@ def test_a_run_moves_from_the_device_to_the_cpu_and_back(
     assert report is not None
     assert report.components["random"] in ("exact", "derived")
     for parameter, other in zip(
-        moved.parts.parts["model"].parameters(),
-        state.parts.parts["model"].parameters(),
+        moved.parts.by_name["model"].parameters(),
+        state.parts.by_name["model"].parameters(),
         strict=True,
     ):
         assert parameter.device.type == "cpu"
@@ -87,7 +87,7 @@ def test_a_run_moves_from_the_device_to_the_cpu_and_back(
     save(tmp_path / "cpu", moved)
     back = build({"fused": True}, device)
     resume(tmp_path / "cpu", back, "must")
-    steps = [one["step"] for one in back.parts.parts["optimizer"].state.values()]
+    steps = [one["step"] for one in back.parts.by_name["optimizer"].state.values()]
     assert all(
         step.device == device and step.item() == 2 for step in steps
     )  # a fused step reads it there

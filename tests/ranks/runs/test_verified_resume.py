@@ -28,7 +28,7 @@ def build(sizes: list[int], seed: int) -> anyrank.TrainState:
 
 def sums(state: anyrank.TrainState) -> list[float]:
     """The sum of each tensor of the model and the optimizer, over all ranks."""
-    net, optimizer = state.parts.parts["model"], state.parts.parts["optimizer"]
+    net, optimizer = state.parts.by_name["model"], state.parts.by_name["optimizer"]
     tensors = [*net.parameters()]
     tensors += [state["exp_avg"] for state in optimizer.state.values()]
     return [float(tensor.detach().full_tensor().double().sum()) for tensor in tensors]
@@ -36,7 +36,7 @@ def sums(state: anyrank.TrainState) -> list[float]:
 
 def job_save(path: str, sizes: list[int], steps: int) -> list[list[float]]:
     state = build(sizes, 0)
-    net, optimizer = state.parts.parts["model"], state.parts.parts["optimizer"]
+    net, optimizer = state.parts.by_name["model"], state.parts.by_name["optimizer"]
     seen: list[list[float]] = []
     with anyrank.Checkpoints(path, state, every=1) as ckpts:
         for _ in range(steps):

@@ -245,9 +245,9 @@ def test_a_scheduler_goes_by_the_parameters_of_its_groups(
     tmp_path: Path, cut: str, kind: str
 ) -> None:
     def rates(state: anyrank.TrainState, steps: int) -> list[dict[int, float]]:
-        optimizer: Any = state.parts.parts["optimizer"]
-        schedule: Any = state.parts.parts["scheduler"]
-        model: Any = state.parts.parts["model"]
+        optimizer: Any = state.parts.by_name["optimizer"]
+        schedule: Any = state.parts.by_name["scheduler"]
+        model: Any = state.parts.by_name["model"]
         numbers = {id(parameter): n for n, parameter in enumerate(model.parameters())}
         rows: list[dict[int, float]] = []
         for _ in range(steps):
@@ -273,8 +273,8 @@ def test_a_scheduler_goes_by_the_parameters_of_its_groups(
     assert report.components["optimizer"].reason == dropped
     for now, before in zip(rates(state, 3), expected[3:], strict=True):
         assert now == pytest.approx({n: before[n] for n in now})
-    optimizer: Any = state.parts.parts["optimizer"]
-    was: Any = whole.parts.parts["optimizer"]
+    optimizer: Any = state.parts.by_name["optimizer"]
+    was: Any = whole.parts.by_name["optimizer"]
     *_, momentum = (state["momentum_buffer"] for state in optimizer.state.values())
     *_, before = (state["momentum_buffer"] for state in was.state.values())
     assert torch.equal(momentum, before)  # all gradients are ones
@@ -311,7 +311,7 @@ def test_a_model_may_drop_what_it_no_longer_has(tmp_path: Path) -> None:
     for part in ("model", "optimizer"):
         outcome = report.components[part]
         assert (outcome, outcome.reason) == ("derived", "dropped by drop=: 2.weight, 2.bias")
-    model, before = (one.parts.parts["model"] for one in (state, saved))
+    model, before = (one.parts.by_name["model"] for one in (state, saved))
     assert all(
         torch.equal(value, before.state_dict()[name]) for name, value in model.state_dict().items()
     )

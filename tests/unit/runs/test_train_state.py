@@ -777,7 +777,7 @@ def test_extra_state_of_frozen_parts_is_kept_with_their_weights(tmp_path: Path, 
     state = anyrank.TrainState(with_frozen(None, value * 0))
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         ckpts.resume()
-        found = torch.stack([torch.as_tensor(one) for one in counts(state.parts.parts["model"])])
+        found = torch.stack([torch.as_tensor(one) for one in counts(state.parts.by_name["model"])])
         assert bool((found == value).all())
         state.step += 1
         ckpts.save()  # the parts are what they were when they were resumed
@@ -823,7 +823,7 @@ def test_tensors_without_elements_come_back(tmp_path: Path) -> None:
     fresh = anyrank.TrainState(nn.Linear(1, 1), tracker=Tracker())
     save(tmp_path, state)
     resume(tmp_path, fresh)
-    assert fresh.parts.parts["tracker"].value.shape == (0, 3)
+    assert fresh.parts.by_name["tracker"].value.shape == (0, 3)
 
 
 def test_weights_that_were_apart_are_not_tied(tmp_path: Path) -> None:
@@ -923,8 +923,8 @@ def test_what_accelerate_wraps_is_what_is_saved(
         scheduler, prepared, step_with_optimizer, split_batches=split_batches
     )
     state = anyrank.TrainState(net, prepared, scheduler=wrapped)
-    assert state.parts.parts["optimizer"] is optimizer
-    assert state.parts.parts["scheduler"] is scheduler
+    assert state.parts.by_name["optimizer"] is optimizer
+    assert state.parts.by_name["scheduler"] is scheduler
 
 
 @pytest.mark.parametrize(("length", "outcome"), [(8, "exact"), (4, "derived")])

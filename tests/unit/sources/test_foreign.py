@@ -567,21 +567,21 @@ def test_new_parameters_start_fresh_when_asked(tmp_path: Path, separate: bool) -
     assert report.components["optimizer"] == "derived"
     assert torch.equal(net.lora_a.detach(), torch.full((4, 2), 7.0))
     assert torch.equal(net.base[0].weight, old.base[0].weight)
-    optimizer = state.parts.parts["optimizer"]
+    optimizer = state.parts.by_name["optimizer"]
     assert len(optimizer.state) == 4
     assert [group["lr"] for group in optimizer.param_groups] == (
         [1e-2, 0.5] if separate else [1e-2]
     )
     net.lora_a.grad = torch.ones_like(net.lora_a)
     optimizer.step()
-    state.parts.parts["scheduler"].step()
+    state.parts.by_name["scheduler"].step()
     with anyrank.Checkpoints(tmp_path, state) as ckpts:
         ckpts.step_done()
         ckpts.save()
     net, state = wide()  # a job that restarts with the same call has everything again
     report = begin(tmp_path, "auto", state, fresh=["lora_*"])
     assert report.components["optimizer"] == report.components["model"] == "exact"
-    assert len(state.parts.parts["optimizer"].state) == 5
+    assert len(state.parts.by_name["optimizer"].state) == 5
 
 
 def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_in_a_loop_of_ones_own(at: str, saved: int, tmp_path: Path) -> None:
     assert [(step.step, step.samples) for step in run] == [(saved, 4 * saved)]
     # The rest of the run is that of one that was not stopped.
     ends = [own_loop(tmp_path / run, "never") for run in ("", "whole")]
-    weights = [state.parts.parts["model"].weight for state in ends]
+    weights = [state.parts.by_name["model"].weight for state in ends]
     assert torch.equal(*weights)
     assert [state.step for state in ends] == [24, 24]
 

@@ -40,7 +40,7 @@ from anyrank.runs.resume.source import ResumeSource, misfit_text
 from anyrank.runs.state.optimizer import Names, match_optimizer
 from anyrank.runs.state.part_types import PartMatch, PartSource, in_line
 from anyrank.runs.state.resume_report import Outcome, SavedOn
-from anyrank.runs.state.run_parts import names_of
+from anyrank.runs.state.run_parts import RunParts, names_of
 from anyrank.runs.state.stateful import class_name, match_stateful
 from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
@@ -57,7 +57,7 @@ WAYS_OUT = {  # text after "Fix:" in an error about a module
 }
 
 
-def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks) -> ForeignStep:
+def adopt(parts: RunParts, path: str, arguments: ResumeArguments, ranks: Ranks) -> ForeignStep:
     """Read what another tool saved at a path, and plan the load of its modules. Collective.
 
     Raises:
@@ -65,13 +65,13 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
             see the checkpoint.
         UnsafeFile: a pickle would run code, or a header has impossible sizes.
     """
-    names = {*state.parts.parts}
+    names = {*parts.by_name}
 
     def read() -> ForeignCheckpoint:
         source = read_foreign(path, len({*ranks.nodes}) > 1)
         try:
             source = source.for_parts(names, arguments.parts or {})
-            return source.for_parts(names, find_average(state, source, arguments.skip))
+            return source.for_parts(names, find_average(parts.by_name, source, arguments.skip))
         except LoadError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -98,11 +98,11 @@ def adopt(state: TrainState, path: str, arguments: ResumeArguments, ranks: Ranks
         source=source,
         skip={*arguments.skip},
         chosen={*(arguments.parts or {})},
-        parts=state.parts.parts,
+        parts=parts.by_name,
     )
-    for part, value in state.parts.parts.items():
+    for part, value in parts.by_name.items():
         if isinstance(value, nn.Module) and part not in step.skip and step.has_weights(part):
-            step.plans[part] = _plan_module(state, part, source, path, arguments, ranks)
+            step.plans[part] = _plan_module(parts, part, source, path, arguments, ranks)
     return step
 
 
@@ -119,7 +119,7 @@ def _with_counts(source: ForeignCheckpoint, arguments: ResumeArguments) -> Forei
 
 
 def _plan_module(
-    state: TrainState,
+    parts: RunParts,
     part: str,
     source: ForeignCheckpoint,
     path: str,
@@ -131,7 +131,6 @@ def _plan_module(
     Raises:
         CheckpointError: the module's tensors do not match.
     """
-    inner = state.parts
     ways_out = {kind: text.format(part=[part]) for kind, text in WAYS_OUT.items()}
     names_fresh = PartSource(source.listing, 0, False, tuple(arguments.fresh)).is_fresh
 
@@ -139,7 +138,7 @@ def _plan_module(
         return is_counter(name) or names_fresh(name)  # the load sets a counter
 
     options = LoadOptions(rename=arguments.rename, is_fresh=is_fresh, ways_out=ways_out)
-    module, listing = inner.parts[part], source.model(part)
+    module, listing = parts.by_name[part], source.model(part)
     headers = header_reader(path, partial(frozen_sources, module), ranks, known=listing)
     tell = partial(look_at_source, path, ranks, headers)
     try:
@@ -149,7 +148,7 @@ def _plan_module(
         if plan.match.stored_twice:
             compare_ties(plan.match, plan.reading.reading_ranks, ranks)
     except LoadError as error:
-        text = misfit_text(path, inner.unusable, [f"{part}: {error}"])
+        text = misfit_text(path, parts.unusable, [f"{part}: {error}"])
         raise CheckpointError(text, causes=error.causes) from error
     return plan
 
@@ -194,9 +193,9 @@ class ForeignStep(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, PartMatch]:
-        inner = state.parts
-        names, matched = names_of(inner.targets()), dict[str, PartMatch]()
-        for part, value in inner.parts.items():
+        parts = state.parts
+        names, matched = names_of(parts.targets()), dict[str, PartMatch]()
+        for part, value in parts.by_name.items():
             if part in self.skip:
                 continue
             if isinstance(value, nn.Module):

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from anyrank.runs.state.train_state import TrainState
 from anyrank.sources.foreign.checkpoint import ForeignCheckpoint
 from anyrank.sources.part_names import is_average
 from anyrank.tensors.names import AVERAGED
@@ -23,12 +22,11 @@ SCALER = ("growth_factor", "growth_interval")
 
 
 def find_average(
-    state: TrainState, source: ForeignCheckpoint, skip: Collection[str]
+    parts: Mapping[str, Any], source: ForeignCheckpoint, skip: Collection[str]
 ) -> dict[str, str]:
     """Find the one module that the checkpoint does not name, and whose names and shapes are those
     of the checkpoint's average of the weights, if no part has the average's name.
     """
-    parts = state.parts.parts
     modules = {k: part for k, part in parts.items() if isinstance(part, nn.Module)}
     lacking = [name for name in modules if name not in source.weights and name not in skip]
     if len(lacking) != 1 or "ema" not in source.weights or "ema" in parts:

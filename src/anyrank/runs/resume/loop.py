@@ -120,7 +120,7 @@ class StepHooks:
         self.stepped = self.has_foreign_gradients = False
         self._loaders = state.parts.loaders()
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        parts = state.parts.parts.values()
+        parts = state.parts.by_name.values()
         self._has_scaler = any(isinstance(part, torch.amp.GradScaler) for part in parts)
         self.optimizers: list[Optimizer] = []
         self.handles: list[RemovableHandle] = []

@@ -56,7 +56,7 @@ class PaceListener(RunListener):
             self._pace.close()
 
     def _start(self) -> None:
-        model = self._state.parts.parts.get("model")
+        model = self._state.parts.by_name.get("model")
         if isinstance(model, nn.Module):
             if Pace.running is not None:  # that of a watch; only one can run at a time
                 Pace.running.close()

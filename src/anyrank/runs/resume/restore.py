@@ -82,7 +82,7 @@ class _Restorer:
     def __init__(
         self, state: TrainState, source: ResumeSource, arguments: ResumeArguments, ranks: Ranks
     ) -> None:
-        self.state, self.inner = state, state.parts
+        self.state, self.parts = state, state.parts
         self.source, self.arguments, self.ranks = source, arguments, ranks
 
     def match(self) -> _Matched:
@@ -96,7 +96,7 @@ class _Restorer:
             parts = self.source.match(self.state, self.arguments, self.ranks)
             problems = self._unknown_names()
             self._check([*problems, *(text for part in parts.values() for text in part.problems)])
-            script, used = self.inner.settings, self.arguments.settings
+            script, used = self.parts.settings, self.arguments.settings
             diff = compare(script, self.source.settings, _filled(parts), used)
             self._check(find_problems(script, diff))
             return (parts, diff), any(part.has_meta_buffers for part in parts.values())
@@ -109,7 +109,7 @@ class _Restorer:
     def _check(self, problems: Sequence[str]) -> None:
         """Raise CheckpointError if there are problems; the error lists all of them."""
         if problems:
-            raise CheckpointError(misfit_text(self.source.path, self.inner.unusable, problems))
+            raise CheckpointError(misfit_text(self.source.path, self.parts.unusable, problems))
 
     def _locate(self, fills: Sequence[TensorFill]) -> list[tuple[Listing, list[TensorFill]]]:
         """Find the bytes that this rank reads, in the source and in additional sources of parts."""
@@ -128,7 +128,7 @@ class _Restorer:
         calls resume with the same arguments.
         """
         skipped = {name for entry in self.source.lineage for name in entry.get("skipped", ())}
-        known = {*self.source.names, *self.inner.parts, *skipped, RANDOM}
+        known = {*self.source.names, *self.parts.by_name, *skipped, RANDOM}
         text = ", ".join(repr(name) for name in self.arguments.skip if name not in known)
         names = ", ".join(sorted(known))
         if not text:
@@ -142,7 +142,7 @@ class _Restorer:
             CheckpointError: reading failed, and the state is marked as only partly restored.
             CorruptCheckpoint: the same, because bytes differ from those that were saved.
         """
-        self.inner.unusable = _half_restored_text("it was interrupted")  # until it is whole again
+        self.parts.unusable = _half_restored_text("it was interrupted")  # until it is whole again
         try:
             bytes_read = self._read(matched)
             rate_notes = self.ranks.run("restoring the state", lambda: self._commit(matched))
@@ -150,13 +150,13 @@ class _Restorer:
                 self._rebuild()
             generators = self._restore_streams()
         except Exception as error:
-            self.inner.unusable = _half_restored_text(
+            self.parts.unusable = _half_restored_text(
                 (str(error) or type(error).__name__).splitlines()[0]
             )
             text = f"{error}\n  the state is only partly restored: resume again before you use it"
             kind = CorruptCheckpoint if isinstance(error, CorruptCheckpoint) else CheckpointError
             raise kind(text, causes=getattr(error, "causes", None)) from error
-        self.inner.unusable = None
+        self.parts.unusable = None
         return Restored(matched.parts, matched.settings_diff, rate_notes, generators, bytes_read)
 
     def _read(self, matched: _Matched) -> int:
@@ -204,34 +204,34 @@ class _Restorer:
         for part in matched.parts.values():
             part.commit()
         self._continue_counts()
-        return apply_settings(self.inner.settings, matched.settings_diff, matched.filled)
+        return apply_settings(self.parts.settings, matched.settings_diff, matched.filled)
 
     def _continue_counts(self) -> None:
         """Let loaders that are skipped continue to count from the run's steps and samples."""
-        source, loaders = self.source, self.inner.loaders()
+        source, loaders = self.source, self.parts.loaders()
         counts = {**source.loader_counts}
         if loaders == [self.state.data]:  # the run's own, if the source has none of another tool
             counts.setdefault("data", (source.step, source.samples))
         for name in self.arguments.skip:
-            part = self.inner.parts.get(name)
+            part = self.parts.by_name.get(name)
             if isinstance(part, ElasticLoader) and name in counts:
                 part.position.continue_counts(*counts[name])
         counted = sum(loader.samples for loader in loaders)
-        self.inner.samples_before = max(0, source.samples - counted)
+        self.parts.samples_before = max(0, source.samples - counted)
 
     def _rebuild(self) -> None:
-        for part in self.inner.parts.values():
+        for part in self.parts.by_name.values():
             if isinstance(part, nn.Module):
                 targets = find_tensors(part, with_packed=True)
-                initializer, device = Initializer(part, self.inner.seed), default_device(targets)
+                initializer, device = Initializer(part, self.parts.seed), default_device(targets)
                 replace(rebuilt_values(targets, self.ranks, initializer, device)[1])
 
     def _restore_streams(self) -> dict[str, GeneratorOutcome]:
         """Restore the random generators; last, so that nothing draws from them afterwards."""
         if RANDOM in self.arguments.skip:  # they continue as the script seeded them
             return {}
-        source, seed, samples = self.source, self.inner.seed, self.state.samples
-        coords, generators = rank_coords(self.state, self.ranks), self.inner.generators
+        source, seed, samples = self.source, self.parts.seed, self.state.samples
+        coords, generators = rank_coords(self.state, self.ranks), self.parts.generators
         saved = source.generators
         undrawn: Collection[str]
         if saved is None:
@@ -253,8 +253,8 @@ class _Restorer:
                 lambda first, _: first,
             )
         # Generators that were never drawn from count as new: seeding them here is not a draw.
-        digests = self.inner.digests_of_generators()
-        self.inner.generators_before |= {name: digests[name] for name in undrawn if name in digests}
+        digests = self.parts.digests_of_generators()
+        self.parts.generators_before |= {name: digests[name] for name in undrawn if name in digests}
         return outcomes
 
 

@@ -93,7 +93,7 @@ def _begin_with(
     if step is None:
         from anyrank.runs.adopt.adopt import adopt
 
-        return restore_state(state, adopt(state, path, arguments, ranks), arguments, ranks)
+        return restore_state(state, adopt(state.parts, path, arguments, ranks), arguments, ranks)
     run_path, number = step
     other_run = RunFolder(storage_for(run_path), run_path)
     search = StepSearch(other_run, number, verify, ranks)  # by number, so it sets nothing aside

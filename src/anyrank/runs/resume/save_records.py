@@ -79,5 +79,5 @@ class SaveRecords:
 
 def _schedules_of(state: TrainState) -> dict[str, Any]:
     """Return the states of a run's schedulers, by part."""
-    parts = state.parts.parts.items()
+    parts = state.parts.by_name.items()
     return {name: as_json(part.state_dict()) for name, part in parts if is_schedule(part)}

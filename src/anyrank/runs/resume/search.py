@@ -66,9 +66,9 @@ class StepOfRun(ResumeSource):
     def match(
         self, state: TrainState, arguments: ResumeArguments, ranks: Ranks
     ) -> dict[str, PartMatch]:
-        inner, manifest = state.parts, self.manifest
+        parts, manifest = state.parts, self.manifest
         saved = [name for name in manifest.parts if name not in arguments.skip]
-        records = {name: self._record(name) for name in saved if name in inner.parts}
+        records = {name: self._record(name) for name in saved if name in parts.by_name}
         same_ranks = self.saved_on.ranks == ranks.size
         fresh, drop = tuple(arguments.fresh), tuple(arguments.drop)
         joins = arguments.settings == "script"
@@ -76,13 +76,13 @@ class StepOfRun(ResumeSource):
             self.listing, self.saved_on.ranks, same_ranks, fresh, drop, joins=joins
         )
         try:
-            matched = inner.match(records, part_source, ranks.index)
+            matched = parts.match(records, part_source, ranks.index)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             # It does not prove corruption: the state_dict() of a part may have raised it.
             raise CheckpointError(
                 f"{self.path} does not match the state: {type(error).__name__}: {error}"
             ) from error
-        for name in sorted({*saved, *inner.parts} - {*records, *arguments.skip}):
+        for name in sorted({*saved, *parts.by_name} - {*records, *arguments.skip}):
             has, lacks, way_out = "checkpoint", "TrainState", "ignore it"
             if name not in saved:
                 has, lacks, way_out = "TrainState", "checkpoint", "leave it unchanged"

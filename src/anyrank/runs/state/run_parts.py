@@ -39,7 +39,7 @@ class RunParts:
     """The objects of a run by name, and their saves and resumes.
 
     Attributes:
-        parts: name -> module, optimizer or stateful object, without Accelerate's wrappers.
+        by_name: name -> module, optimizer or stateful object, without Accelerate's wrappers.
         seed: seed of the run.
         generators: generators of the run, by name.
         first_rank: names of the parts whose state on the first rank is saved for all.
@@ -63,8 +63,8 @@ class RunParts:
         first_rank: Sequence[str],
         base: Any,
     ) -> None:
-        self.parts = {name: unwrapped(name, part) for name, part in parts.items()}
-        for name, part in self.parts.items():
+        self.by_name = {name: unwrapped(name, part) for name, part in parts.items()}
+        for name, part in self.by_name.items():
             if name in RESERVED or not name.isidentifier():
                 raise ValueError(f"{name!r} cannot be the name of a part. Choose another name.")
             if not isinstance(part, (nn.Module, Optimizer, Stateful)):
@@ -75,15 +75,15 @@ class RunParts:
                 )
         check_names("first_rank", first_rank)
         for name in first_rank:
-            part = self.parts.get(name)
+            part = self.by_name.get(name)
             if part is None or isinstance(part, (nn.Module, Optimizer)):
                 raise ValueError(
                     f"first_rank contains {name!r}, which is not a stateful part. The parts are "
-                    f"{', '.join(self.parts)}; modules and optimizers are the same on every rank."
+                    f"{', '.join(self.by_name)}; modules and optimizers are the same on every rank."
                 )
         self.first_rank = frozenset(first_rank)
         self.base = None if base is None else Base(base)
-        if base is not None and not isinstance(self.parts.get("model"), nn.Module):
+        if base is not None and not isinstance(self.by_name.get("model"), nn.Module):
             raise ValueError(
                 "base= is the source of a model's frozen parameters. Pass model=, too."
             )
@@ -93,7 +93,7 @@ class RunParts:
             check_type("generators", name, str, "a dict of names to torch.Generators")
             check_type(f"generators[{name!r}]", generator, torch.Generator, "a torch.Generator")
         self.generators = dict(generators)
-        self.settings = ScriptSettings(self.parts)
+        self.settings = ScriptSettings(self.by_name)
         self.warned: set[str] = set()
         self.identical: dict[str, list[str]] = {}
         self.unusable: str | None = None
@@ -106,7 +106,7 @@ class RunParts:
 
     def loaders(self) -> list[ElasticLoader]:
         """Return the ElasticLoaders: `data`, and others."""
-        return [part for part in self.parts.values() if isinstance(part, ElasticLoader)]
+        return [part for part in self.by_name.values() if isinstance(part, ElasticLoader)]
 
     def num_samples(self) -> int | None:
         """Return the samples of the run's completed steps; None without an ElasticLoader."""
@@ -116,7 +116,7 @@ class RunParts:
 
     def optimizers(self) -> list[Optimizer]:
         """List the parts that are optimizers."""
-        return [part for part in self.parts.values() if isinstance(part, Optimizer)]
+        return [part for part in self.by_name.values() if isinstance(part, Optimizer)]
 
     def check_usable(self) -> None:
         """Check that a state's values belong to a step.
@@ -129,7 +129,7 @@ class RunParts:
 
     def targets(self) -> dict[str, list[ModelTensor]]:
         """List the tensors of each module that a run writes, by part."""
-        modules = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
+        modules = [name for name, part in self.by_name.items() if isinstance(part, nn.Module)]
         targets = {part: self._targets_of(part) for part in modules}
         if self.base is not None:
             targets["model"] = self.base.without(targets["model"], self._trained())
@@ -137,7 +137,7 @@ class RunParts:
 
     def _targets_of(self, part: str) -> list[ModelTensor]:
         """List all tensors of a module of the state."""
-        return targets_of(part, self.parts[part], has_base=self.base is not None)
+        return targets_of(part, self.by_name[part], has_base=self.base is not None)
 
     def _trained(self) -> set[int]:
         """The ids of the parameters that the optimizers hold."""
@@ -168,7 +168,7 @@ class RunParts:
             CheckpointError: an optimizer cannot be saved; the error names the part and the state.
         """
         names = names_of(self.targets())
-        for part, value in self.parts.items():
+        for part, value in self.by_name.items():
             if isinstance(value, Optimizer):
                 saved = save_optimizer(part, value, names, rank)
                 self._warn_of_unsaved(part, saved.unsaved, rank)
@@ -176,7 +176,7 @@ class RunParts:
     def save(self, rank: int) -> dict[str, PartState]:
         """Return the contribution of every part to a save, as this rank sees it."""
         tensors, saved = self.save_tensors(rank), dict[str, PartState]()
-        for part, value in self.parts.items():
+        for part, value in self.by_name.items():
             if part in tensors:
                 saved[part] = tensors[part]
                 continue
@@ -194,7 +194,7 @@ class RunParts:
         names = names_of(targets)
         stepped = self._trained()
         saved: dict[str, PartState] = {}
-        for part, value in self.parts.items():
+        for part, value in self.by_name.items():
             if isinstance(value, nn.Module):
                 saved[part] = save_module(part, value, targets[part], stepped)
             elif isinstance(value, Optimizer):
@@ -211,7 +211,7 @@ class RunParts:
                 "implement state_dict() and load_state_dict() for them",
                 part,
                 ", ".join(unsaved),
-                type(self.parts[part]).__name__,
+                type(self.by_name[part]).__name__,
             )
 
     def match(
@@ -222,7 +222,7 @@ class RunParts:
         names = names_of(targets)
         matched: dict[str, PartMatch] = {}
         for part, record in records.items():
-            value = self.parts[part]
+            value = self.by_name[part]
             kind = _kind(value)
             if record["kind"] != kind:
                 raise CheckpointError(
@@ -242,14 +242,14 @@ class RunParts:
         # Schedulers come last: they depend on the groups that the optimizers have matched.
         groups, parameters = self._groups_of(matched), LikeParameters(names.values())
         for part in [part for part in records if part not in matched]:
-            value = self.parts[part]
+            value = self.by_name[part]
             chosen = groups.get(id(getattr(value, "optimizer", None)))
             matched[part] = match_stateful(
                 part, value, records[part], source, rank, groups=chosen, parameters=parameters
             )
         matched = {part: matched[part] for part in records}  # the report has the order of the save
         if any(part.is_regrouped for part in matched.values()):
-            check_schedulers(self.parts, matched)
+            check_schedulers(self.by_name, matched)
         if "data" in matched and not source.same_ranks:
             self._check_data(matched["data"], source.ranks)
         return matched
@@ -269,7 +269,7 @@ class RunParts:
         """Add a problem for another number of ranks if a loader may count within its rank's share:
         such counts are the same on every rank, so nothing in them shows it.
         """
-        data = self.parts["data"]
+        data = self.by_name["data"]
         if isinstance(data, ElasticLoader) or matched.problems:
             return
         name = type(data).__name__
@@ -291,7 +291,7 @@ class RunParts:
     def _groups_of(self, matched: Mapping[str, PartMatch]) -> dict[int, Sequence[int | None]]:
         """Map each optimizer's id to the saved groups that its groups continue from."""
         return {
-            id(self.parts[name]): part.groups
+            id(self.by_name[name]): part.groups
             for name, part in matched.items()
             if part.groups is not None
         }
