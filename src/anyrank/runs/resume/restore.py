@@ -26,10 +26,9 @@ from anyrank.runs.resume.search import unreadable_error
 from anyrank.runs.resume.settings.applying import apply_settings
 from anyrank.runs.resume.settings.comparison import SettingsDiff, compare, find_problems
 from anyrank.runs.resume.source import ResumeSource, misfit_text
-from anyrank.runs.saving.collect import rank_coords
 from anyrank.runs.state.part_types import PartMatch
 from anyrank.runs.state.resume_report import ResumeReport
-from anyrank.runs.state.train_state import TrainState
+from anyrank.runs.state.train_state import TrainState, rank_coords
 from anyrank.training.random_state.saved import GeneratorOutcome, derive_all, restore
 from anyrank.training.steps.loader import ElasticLoader
 from anyrank.world.device import read_threads

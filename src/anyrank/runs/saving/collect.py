@@ -19,7 +19,7 @@ from anyrank.runs.saving.compare import StateSummary, check_same, summarize
 from anyrank.runs.saving.rank_file import Item, make_items, make_own_items
 from anyrank.runs.state.part_types import SHOWN, PartState, shared_tensors
 from anyrank.runs.state.replicas import find_differing_replicas, find_identical
-from anyrank.runs.state.train_state import TrainState
+from anyrank.runs.state.train_state import TrainState, rank_coords
 from anyrank.sources.step_index import StepIndex, index_of
 from anyrank.tensors.sharded_tensor import ShardedTensor
 from anyrank.tensors.writes import WritePlan, plan_writes
@@ -28,7 +28,6 @@ from anyrank.training.random_state.saved import (
     RankCoords,
     capture,
 )
-from anyrank.training.steps.loader import ElasticLoader
 from anyrank.versions import __version__
 from anyrank.wording import join_first
 from anyrank.world.ranks import Ranks
@@ -229,14 +228,6 @@ def _note_identical(
 def _base_name(tensor: ShardedTensor) -> str:
     """Return the name of a rank's own tensor, without the rank."""
     return tensor.name.rpartition("@")[0]
-
-
-def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
-    """Find this rank's position, also among the data-parallel ranks if the loader knows them."""
-    data = (ranks.index, ranks.size)
-    if isinstance(state.data, ElasticLoader):
-        data = state.data.position.data_rank()
-    return RankCoords(ranks.index, ranks.size, *data)
 
 
 def _split_own(

@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from anyrank.checks import check_model
 from anyrank.runs.state.run_parts import RunParts
+from anyrank.training.random_state.saved import RankCoords
+from anyrank.training.steps.loader import ElasticLoader
+from anyrank.world.ranks import Ranks
 
 
 class TrainState:
@@ -107,3 +110,11 @@ class TrainState:
     def epoch(self) -> int:
         """The epoch of the data; 0 without a loader that knows it."""
         return int(getattr(self.data, "epoch", 0))
+
+
+def rank_coords(state: TrainState, ranks: Ranks) -> RankCoords:
+    """Find this rank's position, also among the data-parallel ranks if the loader knows them."""
+    data = (ranks.index, ranks.size)
+    if isinstance(state.data, ElasticLoader):
+        data = state.data.position.data_rank()
+    return RankCoords(ranks.index, ranks.size, *data)
