@@ -12,6 +12,13 @@ OF_META = (
     "were split. Pass the Hugging Face folder of the model, or convert it with "
     "convert_llama_weights_to_hf.py of transformers."
 )
+# Files of torch's HuggingFaceStorageWriter(save_distributed=True), one for each rank.
+RANK_PART = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors$")
+OF_RANK = (
+    "one rank's part of a model, from torch's HuggingFaceStorageWriter(save_distributed=True). "
+    "Read the parts with torch.distributed.checkpoint.load and its HuggingFaceStorageReader, and "
+    "save the whole tensors; or save with enable_consolidation=True."
+)
 # In the order in which folders are searched for them: safetensors before pickles.
 FILES = {
     ".safetensors": "safetensors",

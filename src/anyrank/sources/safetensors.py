@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from anyrank.errors import UnsafeFile
+from anyrank.errors import LoadError, UnsafeFile
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, read_range
+from anyrank.sources.endings import OF_RANK
 from anyrank.sources.readers.config_json import QUANTIZATION, config_in
 from anyrank.tensors.spec import StoredTensor
 
@@ -47,6 +48,7 @@ DTYPES: dict[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RESERVED = "__metadata__"
 TIES = "anyrank.ties"  # metadata entry that lists, as JSON, which names in the metadata are ties
+PARTS = "DCP_SHARDING_INFO"  # metadata entry of torch: where a rank's parts begin, as JSON
 ALIGN = 64  # alignment of the first tensor, so that readers can map it
 
 
@@ -59,6 +61,7 @@ def list_file(storage: Storage, path: str) -> Listing:
     """List the tensors of one file, from its header.
 
     Raises:
+        LoadError: it holds one rank's parts of tensors.
         UnsafeFile: the file's size does not match its header, or the header breaks the format: it
             is not JSON, has an unknown dtype, or has offsets that overlap or leave gaps.
     """
@@ -79,6 +82,7 @@ def list_file(storage: Storage, path: str) -> Listing:
         tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
         ties = _ties_among(texts, tensors)
         end = _end_of(header)
+        starts = [part["saved_offsets"] for part in config_in(texts.pop(PARTS, "")).values()]
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnsafeFile(
             f"{path}: its header breaks the safetensors format ({type(error).__name__}: "
@@ -89,6 +93,8 @@ def list_file(storage: Storage, path: str) -> Listing:
             f"{path}: has {info.size} bytes, but its header describes {8 + length + end}. The file "
             "is truncated or something was appended; copy it again."
         )
+    if any(map(any, starts)):
+        raise LoadError(f"{path}: is {OF_RANK}")
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}
     quantization = config_in(texts.get(QUANTIZATION, ""))

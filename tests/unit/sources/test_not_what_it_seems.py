@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import types
 import zipfile
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save, save_file
 from torch import nn
 
 import anyrank
@@ -104,6 +106,29 @@ def test_parts_of_a_tensor_parallel_model_are_named(tmp_path: Path) -> None:
     for source in (tmp_path, paths):
         with pytest.raises(anyrank.LoadError, match="one shard of a tensor-parallel model"):
             anyrank.load(nn.Linear(2, 2), source)
+
+
+def test_parts_of_ranks_in_safetensors_name_their_reader(tmp_path: Path) -> None:
+    paths = [tmp_path / f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
+    for path, start in zip(paths, (0, 2), strict=True):
+        metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [start, 0]}})}
+        save_file({"w": torch.ones(2, 4)}, path, metadata=metadata)
+    for source in (tmp_path, paths, paths[1]):
+        with pytest.raises(anyrank.LoadError, match=r"one rank's part .* HuggingFaceStorageReader"):
+            anyrank.inspect(source)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+def test_a_whole_model_that_torch_saved_for_hugging_face(tmp_path: Path) -> None:
+    state = {"w": torch.randn(4, 4), "v": torch.randn(3)}
+    writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path / "w"), save_distributed=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert anyrank.diff(state, tmp_path / "w")
+    anyrank.convert(tmp_path / "w", tmp_path / "out", rename={"w": "x"})
+    read = {"x": torch.zeros(4, 4)}
+    reader = dcp.HuggingFaceStorageReader(path=str(tmp_path / "out"))
+    dcp.load(read, storage_reader=reader, no_dist=True)
+    assert torch.equal(read["x"], state["w"])
 
 
 @pytest.mark.parametrize("inner", ["model", "snapshots/abc", "epoch_1_step_6/model"])

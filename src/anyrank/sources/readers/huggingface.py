@@ -10,7 +10,7 @@ from typing import NamedTuple
 from anyrank.errors import LoadError
 from anyrank.files.listing import Listing
 from anyrank.files.storage import Storage, inside, join_path, read_whole
-from anyrank.sources.endings import ENDINGS, FILES, META_PART, OF_META
+from anyrank.sources.endings import ENDINGS, FILES, META_PART, OF_META, OF_RANK, RANK_PART
 from anyrank.sources.readers.config_json import CONFIG, read_config, read_quantization
 from anyrank.sources.readers.joining import join
 from anyrank.sources.weight_files import list_file
@@ -120,6 +120,9 @@ def _choose(storage: Storage, folder: str, names: list[str], ending: str) -> str
     stem = next((stem for stem in stems if any(entry.stem == stem for entry in sets)), None)
     if stem is not None:
         sets = [entry for entry in sets if entry.stem == stem]
+    parts = [entry.first for entry in sets if RANK_PART.match(entry.first)]
+    if len(parts) > 1:
+        raise LoadError(f"{folder}: {parts[0]} is {OF_RANK}")
     if len(sets) > 1 and not _is_index_of(storage, folder, sets):
         shown = ", ".join(entry.label for entry in sets)
         raise LoadError(
