@@ -330,6 +330,26 @@ def test_a_load_state_dict_of_its_own_is_called_and_casts_nothing(tmp_path: Path
     assert {one["exp_avg"].dtype for one in resumed.state.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("make", [look(Lookahead), hooked])
+def test_a_state_dict_of_its_own_is_for_the_parameters_in_their_order(
+    tmp_path: Path, make: Any
+) -> None:
+    """It numbers the parameters: in another order each would get the state of another."""
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(net)
+    step(net, optimizer)
+    save(tmp_path, anyrank.TrainState(net, optimizer))
+    again: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = again[0].weight.detach().clone()
+    swapped = make(nn.Sequential(again[1], again[0]))
+    state = anyrank.TrainState(again, swapped)
+    expected = r"in their order, which was 0.weight .* and is 1.weight .* skip=\['optimizer'\]"
+    with pytest.raises(anyrank.CheckpointError, match=expected):
+        resume(tmp_path, state)
+    assert torch.equal(again[0].weight, before)
+    assert resume(tmp_path, state, skip=["optimizer"]) is not None
+
+
 def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     net, optimizer = run_of(look(Lookahead))
     save(tmp_path, anyrank.TrainState(net, optimizer))

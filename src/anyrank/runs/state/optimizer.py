@@ -34,6 +34,7 @@ from anyrank.runs.state.optimizer_own import (
     attribute_tensors,
     has_own_methods,
     match_own_methods,
+    other_order,
     overrides,
     save_own_methods,
 )
@@ -54,7 +55,6 @@ from anyrank.tensors.torch_classes import is_dtensor
 from anyrank.world.device import rank_device
 
 UNKNOWN = ""  # the class in the record of an optimizer that another tool saved
-SHOWN = 4  # parameters to show of an order
 NOT_OPTIONS = ("params", "param_names")  # the checkpoint has these under other names
 Names = Mapping[int, ModelTensor]  # id of a parameter -> the tensor of a module of the same state
 
@@ -73,7 +73,7 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     """
     parameters = _parameters(part, optimizer, names)  # raises for any optimizer
     if has_own_methods(optimizer):
-        return save_own_methods(part, optimizer, rank)
+        return save_own_methods(part, optimizer, _names_by_group(optimizer, names), rank)
     saved = PartState({})
     state = {
         name: to_json(
@@ -87,14 +87,16 @@ def save_optimizer(part: str, optimizer: Optimizer, names: Names, rank: int) -> 
     put = _putter(saved, None, rank)
     groups = [
         {
-            "params": [names[id(parameter)].name for parameter in group["params"]],
+            "params": members,
             "options": to_json(
                 {key: value for key, value in group.items() if key not in NOT_OPTIONS},
                 f"{part}.param_groups.{number}",
                 put,
             ),
         }
-        for number, group in enumerate(optimizer.param_groups)
+        for number, (group, members) in enumerate(
+            zip(optimizer.param_groups, _names_by_group(optimizer, names), strict=True)
+        )
     ]
     others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
     extra = to_json(others, f"{part}.extra", put)
@@ -122,6 +124,11 @@ def _parameters(part: str, optimizer: Optimizer, names: Names) -> dict[torch.Ten
                 )
             named[parameter] = names[id(parameter)].name
     return named
+
+
+def _names_by_group(optimizer: Optimizer, names: Names) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer."""
+    return [[names[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _putter(
@@ -180,7 +187,9 @@ def match_optimizer(
     """Plan how to fill an optimizer. Changes nothing."""
     name = type(optimizer).__name__
     if has_own_methods(optimizer) and "opaque" in record:
-        return _with_notes(match_own_methods(part, optimizer, record, source, rank), part, record)
+        groups = _names_by_group(optimizer, names)
+        matched = match_own_methods(part, optimizer, groups, record, source, rank)
+        return _with_notes(matched, part, record)
     matched = PartMatch(source.outcome_for("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
         # Only its own methods can read such a state.
@@ -226,15 +235,11 @@ def _other_order(
     part: str, optimizer: Optimizer, record: Any, parameters: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Describe a different order of the parameters, if the state depends on it."""
-    saved_order = [name for group in record["groups"] for name in group["params"]]
-    if not (keeps_one_vector(optimizer) and record["state"]) or saved_order == [*parameters]:
+    if not (keeps_one_vector(optimizer) and record["state"]):
         return []
-    return [
-        f"{part}: {type(optimizer).__name__} keeps one history over all parameters, in their "
-        f"order, which was {', '.join(saved_order[:SHOWN])} in the saved run and is "
-        f"{', '.join([*parameters][:SHOWN])} here. Make it with the same parameters in the saved "
-        f"order, or pass skip=[{part!r}] to start it anew"
-    ]
+    saved_order = [name for group in record["groups"] for name in group["params"]]
+    reason = f"{type(optimizer).__name__} keeps one history over all parameters, in their order"
+    return other_order(part, reason, saved_order, [*parameters])
 
 
 def keeps_one_vector(optimizer: Optimizer) -> bool:
@@ -244,7 +249,7 @@ def keeps_one_vector(optimizer: Optimizer) -> bool:
 
 def _has_same_groups(optimizer: Optimizer, record: Any, names: Names) -> bool:
     """Return True if each group has the parameters that it had in the checkpoint."""
-    own_groups = [{names[id(p)].name for p in group["params"]} for group in optimizer.param_groups]
+    own_groups = [{*members} for members in _names_by_group(optimizer, names)]
     return own_groups == [{*group["params"]} for group in record["groups"]]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,11 +28,18 @@ HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 PLAIN = ("state", "param_groups", "defaults")  # every optimizer has and saves these
+SHOWN = 4  # parameters to show of an order
 NESTED = 6  # levels of containers that are searched
 
 
-def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
+def save_own_methods(
+    part: str, optimizer: Optimizer, groups: Sequence[Sequence[str]], rank: int
+) -> PartState:
     """Return the contribution of such an optimizer to a save: its state_dict(). This rank's view.
+
+    Args:
+        part, optimizer, rank: as for `save_optimizer`.
+        groups: names of the parameters in each of its groups.
 
     Raises:
         CheckpointError: it has no state_dict() for this rank, or one with sharded tensors.
@@ -52,19 +60,30 @@ def save_own_methods(part: str, optimizer: Optimizer, rank: int) -> PartState:
         )
     saved.record["kind"] = "optimizer"
     saved.record["opaque"] = True
+    saved.record["params"] = groups  # because a state_dict() numbers them
     saved.unsaved = attribute_tensors(optimizer, [sharded.tensor for sharded in saved.own_tensors])
     return saved
 
 
 def match_own_methods(
-    part: str, optimizer: Optimizer, record: Any, source: PartSource, rank: int
+    part: str,
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[str]],
+    record: Any,
+    source: PartSource,
+    rank: int,
 ) -> PartMatch:
     """Plan how to fill such an optimizer by its load_state_dict(). Changes nothing.
 
+    Parameters in another order are a problem, because the method would mistake one for another.
     The outcome is "derived" if its state_dict() then has different values than were loaded, such as
     those of an inner optimizer that the call does not restore.
     """
     matched = match_stateful(part, optimizer, record, source, rank)
+    if not matched.problems:
+        reason = f"the state_dict() of a {type(optimizer).__name__} has the state of its parameters"
+        orders = _flat(record["params"]), _flat(groups)
+        matched.problems += other_order(part, f"{reason} in their order", *orders)
     load = matched.commit
 
     def commit() -> None:
@@ -78,6 +97,31 @@ def match_own_methods(
 
     matched.commit = commit
     return matched
+
+
+def _flat(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Return the names of parameters in order, each with the number of its group."""
+    return [f"{name} (group {number})" for number, names in enumerate(groups) for name in names]
+
+
+def other_order(part: str, reason: str, saved: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Describe a different order of an optimizer's parameters; return [] if it is the same.
+
+    Args:
+        part: its name in the state.
+        reason: the part of its state that has this order.
+        saved, names: the parameters in the saved order, and in the current one.
+    """
+    pairs = enumerate(zip_longest(saved, names))
+    first = next((number for number, (before, now) in pairs if before != now), None)
+    if first is None:
+        return []
+    before, now = (", ".join(some[first : first + SHOWN]) or "none" for some in (saved, names))
+    return [
+        f"{part}: {reason}, which was {before} in the saved run and is {now} here, from parameter "
+        f"{first} on. Make it with the same parameters in the saved order, or pass skip=[{part!r}] "
+        "to start it anew"
+    ]
 
 
 def _is_same(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
