@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.runs import resume
 from torch import nn
 
@@ -51,6 +52,25 @@ def test_a_step_is_saved_once_and_a_warning_says_so(
     report = resume(path, anyrank.TrainState(made))
     assert report is not None
     assert made.weight.sum().item() == 0
+
+
+def test_a_loop_without_step_done_learns_that_nothing_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    with anyrank.Checkpoints(tmp_path, anyrank.TrainState(made, optimizer)) as ckpts:
+        for _ in range(2):
+            made(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            ckpts.save()
+        assert "step 0 is already saved, so this call saved nothing" in caplog.text
+        assert "Call step_done() after each optimizer step" in caplog.text
+        caplog.clear()
+        ckpts.step_done()
+        ckpts.save()
+    assert caplog.text == ""
+    assert [saved.step for saved in ckpts.saved()] == [1, 0]
 
 
 def test_on_ranks(tmp_path: Path) -> None:

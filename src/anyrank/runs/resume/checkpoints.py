@@ -134,7 +134,7 @@ class Checkpoints:
         self._on_disk: tuple[int, str | None] | None = None  # step and run that were saved last
         self._branch: int | None = None  # the step that was resumed, if newer ones existed
         self._last_save = time.monotonic()
-        self._records = SaveRecords(on_commit)
+        self._records = SaveRecords(self.path, on_commit)
         self._listeners = Listeners()
 
     # -- resume -----------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class Checkpoints:
         if (state.step, state.run) == self._on_disk:
             ranks.run("preparing a save", lambda: check_boundary(state))
             if ranks.index == 0:
-                self._records.warn_about_saved(self.path, state, always=not unless_saved)
+                self._records.warn_about_saved(state, self._counter, always=not unless_saved)
         else:
             become = partial(become_writer, state, self._folder, self._lock, ranks)
             snapshot = collect(state, ranks, become)

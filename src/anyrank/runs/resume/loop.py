@@ -284,6 +284,11 @@ class StepCounter:
             raise
 
     @property
+    def has_uncounted_step(self) -> bool:
+        """True if an optimizer has stepped since the last counted step."""
+        return self._hooks.stepped
+
+    @property
     def _ahead(self) -> OwnBatches | None:
         """The first batches of the next step, if they were fetched."""
         data = self._state.data

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from anyrank.runs.resume.loop import StepCounter
 from anyrank.runs.saving.commit import SaveRecord
 from anyrank.runs.state.plain_values import as_json
 from anyrank.runs.state.script_settings import is_schedule
@@ -19,14 +20,15 @@ class SaveRecords:
     """The finished saves of a process.
 
     Args:
-        on_commit: as for `Checkpoints`.
+        path, on_commit: as for `Checkpoints`.
 
     Attributes:
         has_callback: whether this rank has `on_commit`; after the first agreement, whether any
             rank has.
     """
 
-    def __init__(self, on_commit: Callable[[SaveRecord], object] | None) -> None:
+    def __init__(self, path: str, on_commit: Callable[[SaveRecord], object] | None) -> None:
+        self._path = path
         self.has_callback = on_commit is not None
         self._on_commit = on_commit
         self._schedules: tuple[int, dict[str, Any]] = 0, {}  # at the step that was saved last
@@ -54,17 +56,27 @@ class SaveRecords:
         """Remember the schedulers' states at the step that is saved."""
         self._schedules = state.step, _schedules_of(state)
 
-    def warn_about_saved(self, path: str, state: TrainState, *, always: bool) -> None:
-        """Warn that a step is not saved again: if `always`, or if a scheduler has stepped since."""
+    def warn_about_saved(self, state: TrainState, counter: StepCounter, *, always: bool) -> None:
+        """Warn that a step is not saved again: if `always`, if an optimizer's step was not counted,
+        or if a scheduler has stepped since.
+        """
         now, (step, before) = _schedules_of(state), self._schedules
         known = before.keys() & now.keys() if step == state.step else set[str]()
         changed = [name for name in known if now[name] != before[name]]
-        if changed:
+        if counter.has_uncounted_step:
+            log.warning(
+                "%s: step %d is already saved, so this call saved nothing: an optimizer has "
+                "stepped since then, but that step was not counted. Call step_done() after each "
+                "optimizer step, before save().",
+                self._path,
+                state.step,
+            )
+        elif changed:
             log.warning(
                 "%s: step %d is already saved, but %s stepped since then, and a resume would lose "
                 "that. Step the scheduler before step_done(); for a per-epoch scheduler, do so "
                 "when step.ends_epoch is true.",
-                path,
+                self._path,
                 state.step,
                 ", ".join(sorted(changed)),
             )
@@ -72,7 +84,7 @@ class SaveRecords:
             log.warning(
                 "%s: step %d is already saved, and a step is saved only once; later changes go "
                 "into the next save",
-                path,
+                self._path,
                 state.step,
             )
 
