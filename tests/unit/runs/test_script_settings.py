@@ -689,6 +689,34 @@ def unfrozen(
     return report, rates
 
 
+def with_added_group(
+    rates: tuple[float, float], *, joins: bool = True
+) -> tuple[anyrank.TrainState, torch.optim.Optimizer]:
+    """A state whose optimizer gets its second group, if any, after it was made."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=rates[0])
+    state = anyrank.TrainState(model, optimizer)
+    if joins:
+        optimizer.add_param_group({"params": [*model[1].parameters()], "lr": rates[1]})
+    return state, optimizer
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("settings", ["saved", "script"])
+def test_a_group_that_is_added_to_a_states_optimizer_has_settings_too(
+    settings: Any, joins: bool, tmp_path: Path
+) -> None:
+    state, _ = with_added_group((0.1, 0.2), joins=joins)
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.save()
+    state, optimizer = with_added_group((0.3, 0.4))
+    with anyrank.Checkpoints(tmp_path, state) as ckpts:
+        ckpts.resume("must", settings=settings, fresh=[] if joins else ["1.*"])
+    saved = [0.1, 0.2 if joins else 0.4]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == (saved if settings == "saved" else [0.3, 0.4])
+
+
 @pytest.mark.parametrize("settings", ["saved", "script"])
 def test_a_new_groups_function_is_no_difference(settings: Any, tmp_path: Path) -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
@@ -715,6 +743,37 @@ def test_a_new_group_is_where_its_schedule_is_or_is_named(
     report, rates = unfrozen(tmp_path / "run", make, 8, settings="script", is_first=is_first)
     assert rates == [pytest.approx(row, rel=1e-12) for row in whole[4:]]
     assert not any(f"group {number}" in note for note in notes_of(report))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda total: lambda o: schedules.LambdaLR(o, decay(total)),
+        lambda total: (
+            lambda o: schedules.SequentialLR(
+                o,
+                [schedules.LinearLR(o, 0.1, total_iters=2), schedules.LambdaLR(o, decay(total))],
+                milestones=[2],
+            )
+        ),
+        lambda total: (
+            lambda o: schedules.ChainedScheduler(
+                [schedules.LambdaLR(o, decay(total)), schedules.ExponentialLR(o, 0.9)]
+            )
+        ),
+    ],
+)
+def test_a_function_that_gives_another_rate_is_named_in_a_schedule_of_schedules_too(
+    make: Any, tmp_path: Path
+) -> None:
+    train(tmp_path, 4, make(12))
+    report, _ = train(tmp_path, 5, make(12))
+    assert report is not None
+    assert report.components["scheduler"] == "exact"
+    report, _ = train(tmp_path, 6, make(30))
+    assert report is not None
+    assert report.components["scheduler"] == "derived"
+    assert "its lambda returns a learning rate of" in report.components["scheduler"].reason
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])

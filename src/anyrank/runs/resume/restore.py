@@ -96,6 +96,7 @@ class _Restorer:
             problems = self._unknown_names()
             self._check([*problems, *(text for part in parts.values() for text in part.problems)])
             script, used = self.parts.settings, self.arguments.settings
+            script.add_new_groups()  # that the script has added since it made the state
             diff = compare(script, self.source.settings, _filled(parts), used)
             self._check(find_problems(script, diff))
             return (parts, diff), any(part.has_meta_buffers for part in parts.values())

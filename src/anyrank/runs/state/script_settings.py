@@ -56,6 +56,16 @@ class ScriptSettings:
         }
         self.in_use = {name: as_json(initial) for name, initial in self.initial.items()}
 
+    def add_new_groups(self) -> None:
+        """Record the options of groups that were added to optimizers since their state was made."""
+        for part in self.parts.values():
+            optimizer = innermost(part) if isinstance(part, Optimizer) else optimizer_of(part)
+            if optimizer is not None:
+                _add_options(self.initial_options[id(optimizer)], optimizer)
+        for name, initial in self.initial.items():
+            if isinstance(self.parts[name], Optimizer):
+                _add_options(initial, self.parts[name])
+
     def record(self, records: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that a save keeps: those that the parts' `records` restore."""
         settings: dict[str, Any] = {}
@@ -110,6 +120,11 @@ def _options_of(optimizer: Optimizer) -> list[Options]:
         }
         for group in optimizer.param_groups
     ]
+
+
+def _add_options(known: list[Options], optimizer: Optimizer) -> None:
+    """Add the options of an optimizer's further groups."""
+    known += _options_of(optimizer)[len(known) :]
 
 
 def _has_signature(kind: type) -> bool:

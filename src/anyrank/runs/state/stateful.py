@@ -232,12 +232,17 @@ def _plan_fill(
 
 
 def _changed_schedule(thing: LRScheduler, tree: Any) -> str:
-    """Return a warning if a LambdaLR's function, which is not saved, gives another learning rate.
+    """Return a warning if the function of a LambdaLR, or of one in a schedule of schedules, gives
+    another learning rate: it is not saved.
 
     Args:
         thing: object with its state.
         tree: that state.
     """
+    inner: Any = getattr(thing, "_schedulers", ())
+    for schedule, state in zip(inner, tree.get("_schedulers") or (), strict=False):
+        if getattr(schedule, "last_epoch", 0) >= 0 and (text := _changed_schedule(schedule, state)):
+            return text  # before it starts, a schedule has no rate
     if type(thing) is not LambdaLR or not isinstance(tree.get("_last_lr"), list):
         return ""
     step = thing.last_epoch
