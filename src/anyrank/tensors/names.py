@@ -37,6 +37,22 @@ def candidates(key: str) -> Iterator[str]:
     yield ".".join(part for part in base.split(".") if part not in PEFT_SEGMENTS)
 
 
+def plain_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names without what torch's wrappers add, by key. convert and diff use them.
+
+    "module." is removed if all names start with it, next to the counter of an AveragedModel, whose
+    key is left out.
+    """
+    plain = {
+        key: ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        for key, name in names.items()
+    }
+    wrapped = {key: name for key, name in plain.items() if name != AVERAGED}
+    if not wrapped or not all(name.startswith("module.") for name in wrapped.values()):
+        return plain
+    return {key: name.removeprefix("module.") for key, name in wrapped.items()}
+
+
 def is_of_adapter(key: str) -> bool:
     """Return whether a key was saved by PEFT, so that models without PEFT do not have it."""
     return key.startswith((PEFT_PREFIX, f"module.{PEFT_PREFIX}"))

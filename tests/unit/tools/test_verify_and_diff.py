@@ -324,3 +324,21 @@ def test_a_tensor_that_is_not_dense_is_neither_equal_nor_fine_nor_left_out(tmp_p
     assert "a: is a sparse tensor" in finding.what
     with pytest.raises(anyrank.LoadError, match=r"a: is a sparse tensor: save its \.to_dense\(\)"):
         anyrank.convert(tmp_path / "sparse.pt", tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_wrapped_models_file_equals_what_convert_makes_of_it(tmp_path: Path, prefix: str) -> None:
+    state = {f"{prefix}{key}": tensor for key, tensor in nn.Linear(2, 2).state_dict().items()}
+    torch.save({**state, "n_averaged": torch.tensor(3)}, tmp_path / "w.pt")
+    torch.save(state, tmp_path / "plain.pt")
+    for name in ("w.pt", "plain.pt") if prefix.startswith("module.") else ("plain.pt",):
+        anyrank.convert(tmp_path / name, tmp_path / f"{name} converted")
+        report = anyrank.diff(tmp_path / name, tmp_path / f"{name} converted")
+        assert report
+        assert report.equal == 2
+    other = {**state, f"{prefix}bias": torch.ones(2)}
+    assert [*anyrank.diff(other, tmp_path / "plain.pt converted").values] == ["bias"]
+    # Names that both have stay as they are.
+    assert [*anyrank.diff(other, tmp_path / "plain.pt").values] == [f"{prefix}bias"]
+    only = anyrank.diff(other, {"x": torch.ones(2)})
+    assert only.only_a == [*other]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from anyrank.files.listing import Listing
 from anyrank.sources.part_names import NESTED
 from anyrank.sources.tables.table_names import TableNames, whole_unread
+from anyrank.tensors.names import plain_names
 from anyrank.tensors.spec import StoredTensor
 
 
@@ -72,7 +73,7 @@ def comparable_views(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str
 
     Weights are compared by their names in the table of weights, if both sources have at most one.
     Other tensors are compared only if both are checkpoints of the same format, because each format
-    has its own names.
+    has its own names. Names lose what torch's wrappers add if the sources have no name in common.
     """
     of_a, of_b = parts_of(a), parts_of(b)
     both = bool(of_a.others and of_b.others) and a.format.split()[0] == b.format.split()[0]
@@ -91,4 +92,21 @@ def comparable_views(a: Listing, b: Listing) -> tuple[Listing, Listing, list[str
         return listing.with_tensors(tensors | (part.others if both else {}))
 
     beside = [] if both else [*of_a.others, *of_b.others]
-    return shown(a, of_a), shown(b, of_b), beside
+    in_a, in_b = shown(a, of_a), shown(b, of_b)
+    plain_a, plain_b = _unwrapped(in_a), _unwrapped(in_b)
+    if _have_common(in_a, in_b) or not _have_common(plain_a, plain_b):
+        return in_a, in_b, beside
+    return plain_a, plain_b, beside
+
+
+def _have_common(a: Listing, b: Listing) -> bool:
+    """Return whether two sources have a name in common."""
+    return not a.tensors.keys().isdisjoint(b.tensors)
+
+
+def _unwrapped(listing: Listing) -> Listing:
+    """Return a source without what torch's wrappers add to names, unless names become the same."""
+    names = plain_names({key: key for key in listing.tensors})
+    if len({*names.values()}) < len(names):
+        return listing
+    return listing.with_tensors({name: listing.tensors[key] for key, name in names.items()})

@@ -15,7 +15,7 @@ from anyrank.models.fits import PACKED
 from anyrank.sources.tables.choice import tables_named, take_tables, unused_renames
 from anyrank.sources.tables.parts import parts_of
 from anyrank.sources.tables.renaming import renamer
-from anyrank.tensors.names import AVERAGED, WRAPPERS, Rename
+from anyrank.tensors.names import Rename, plain_names
 from anyrank.tensors.spec import StoredTensor
 from anyrank.tools.convert.output import OutputTensor
 from anyrank.wording import count
@@ -58,8 +58,9 @@ def select(listing: Listing, rename: Rename) -> Selection:
     chosen = listing.with_tensors({name: listing.tensors[key] for key, name in keys.items()})
     idle = unused_renames(rename, source, chosen, chosen.tensors, tables)
     left_out = {key: None for key, name in keys.items() if name and not new_name(name)}
-    names = {key: _plain(new_name(keys[key])) for key in keys if key not in left_out}
-    names, counters = _without_average(names)
+    renamed = {key: new_name(keys[key]) for key in keys if key not in left_out}
+    names = plain_names(renamed)
+    counters = renamed.keys() - names.keys()
     _check_names(names, listing)
     _check_readable(listing, prefix, new_name)
     if not names:
@@ -96,17 +97,6 @@ def _weights_of(source: Listing, rename: Rename) -> tuple[Listing, str, list[str
     return weights, parts.prefix, sorted(filter(None, parts.tables))
 
 
-def _without_average(names: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the names of an AveragedModel's tensors as the model has them, and the keys of its
-    counters, which the model lacks; other names are unchanged.
-    """
-    counters = [key for key, name in names.items() if name == AVERAGED]
-    averages = {key: name for key, name in names.items() if name != AVERAGED}
-    if not averages or not all(name.startswith("module.") for name in averages.values()):
-        return names, []
-    return {key: name.removeprefix("module.") for key, name in averages.items()}, counters
-
-
 def _check_names(names: Mapping[str, str], listing: Listing) -> None:
     """Check that each key has its own name.
 
@@ -134,11 +124,6 @@ def _check_readable(listing: Listing, prefix: str, new_name: Callable[[str], str
             raise LoadError(
                 f"{key}: is {what}; then convert, or leave it out with rename={ {name: ''}!r}"
             )
-
-
-def _plain(name: str) -> str:
-    """Return a name without the prefixes of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def outputs_of(
