@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ import anyrank
 from anyrank.errors import CheckpointError
 from anyrank.testing import run_ranks
 from anyrank.training.streams.lane import LaneState
-from anyrank.training.streams.workers import BlockAnswer
+from anyrank.training.streams.workers import BlockAnswer, BlockReader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -309,6 +310,28 @@ def test_what_a_rank_tells_of_two_blocks_fits_into_one_message() -> None:
     state = LaneState(100, 10**6, 64, 30, 99, 10**6, "f" * 20, "1234", "0" * 8, 10**5, 10**9)
     reports = [BlockAnswer((n, 1 << 32, 10**5), 8, state) for n in range(2)]
     assert len(pickle.dumps((None, reports))) < 400
+
+
+def job_without_rows() -> int:
+    """An epoch whose last steps have a microbatch without a row; returns its number of steps."""
+    loader = anyrank.ElasticLoader.from_shards(
+        [20, 3, 20, 3],
+        lambda size: (torch.ones(1) for _ in range(size)),
+        shuffle=False,
+        global_batch=4,
+        microbatch=1,
+    )
+    again = mock.patch.object(BlockReader, "read_once", side_effect=AssertionError)
+    with torch.no_grad(), again:
+        for step in loader:
+            assert all(len(batch) == 1 for batch in step.microbatches(nn.Linear(1, 1)))
+            loader.commit()
+    return loader.step
+
+
+def test_a_microbatch_without_a_row_opens_no_shard_again() -> None:
+    """It repeats the batch before it, of which it has a copy."""
+    assert run_ranks(2, job_without_rows) == [12, 12]
 
 
 def job_other(by_rank: list[int]) -> str:

@@ -19,7 +19,8 @@ class StepRead:
         changes: pieces that had changed when they were read again: lane, shard, start, stop.
         after: the deal after the step, once all its blocks were reported.
         next_plan: the plan of the next step, from then on; None if none follows in the epoch.
-        batch_for_copies: a batch of this rank.
+        batch_for_copies: a copy of a batch of this rank.
+        newest: the batch that was fetched last, if it has samples and was not handed out.
     """
 
     answers: dict[Key, BlockAnswer] = field(default_factory=dict[Key, BlockAnswer])
@@ -29,6 +30,7 @@ class StepRead:
     after: Deal | None = None
     next_plan: BlockPlan | None = None
     batch_for_copies: Any = None
+    newest: Any = None
 
     @property
     def num_samples(self) -> int:

@@ -30,7 +30,7 @@ class MapStyleStream(Stream):
         if not self._length:
             raise ValueError("the dataset is empty, so there is nothing to train on")
         super().__init__([0], iter, transform, None, self._length)
-        self.has_start, self.num_samples = True, self._length
+        self.has_start = True
 
     def begin(self, seed: int, shuffle: bool, global_batch: int, microbatch: int) -> None:
         """Take over the loader's settings."""

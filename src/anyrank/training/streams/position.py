@@ -29,6 +29,7 @@ from anyrank.training.steps.position import COUNTS, KEPT_RECEIPTS, Position
 from anyrank.training.steps.step_run import StepRun
 from anyrank.training.streams.block_plan import BlockPlan, StepRead
 from anyrank.training.streams.deal import Deal, Opening
+from anyrank.training.streams.map_style import MapStyleStream
 from anyrank.training.streams.sources import Streams
 from anyrank.training.streams.verdicts import check_units, describe
 from anyrank.training.streams.workers import (
@@ -158,13 +159,13 @@ class StreamPosition(Position):
         slots = self.slots(plan)
         own_microbatches = [slot.k for slot in slots if not slot.is_copy]
         self._requests.begin_step(plan.deal, plan.number, own_microbatches)
-        copied = slots[-1].k if slots[-1].is_copy else None
         last_keys = plan.last_keys
 
         def fetch(slot: MicrobatchSlot) -> FetchedBatch:
             fetched = self.fetch(plan, slot)
-            if slot.k == copied and not (slot.is_copy or fetched.request.is_empty):
-                plan.read.batch_for_copies = _copy_of(fetched.batch)
+            # The next one is fetched before the loop's body gets this one, and may change it.
+            has_next = slot is not slots[-1] and not fetched.request.is_empty
+            plan.read.newest = fetched.batch if has_next else None
             return fetched
 
         def report(batches: Sequence[FetchedBatch]) -> list[BlockAnswer]:
@@ -222,15 +223,18 @@ class StreamPosition(Position):
         assert self.ranks is not None
         if self.ranks.size == 1:
             return None
-        if plan.read.batch_for_copies is not None:
-            return copy.deepcopy(plan.read.batch_for_copies)
+        read = plan.read
+        if read.batch_for_copies is None:
+            read.batch_for_copies = _copy_of(read.newest)
+        if read.batch_for_copies is not None:
+            return copy.deepcopy(read.batch_for_copies)
         deal, rows = plan.deal, 0
         for lane in dict.fromkeys([*plan.lanes, *range(len(deal.states))]):
             opening = deal.opening(lane)
             with kept():  # also for a step that is fetched ahead, while the loop is outside a pass
                 fetched = self.reader.read_once(opening, opening.state.blocks)
             if not fetched.request.is_empty:
-                plan.read.batch_for_copies = _copy_of(fetched.batch)
+                read.batch_for_copies = _copy_of(fetched.batch)
                 return fetched.batch
             rows += fetched.request.state.rows
         raise self._no_rows(rows, count(sum(deal.sizes), "shard"))
@@ -359,12 +363,12 @@ class StreamPosition(Position):
             stream, name = self.streams.sources[source], self.streams.names[source]
             of_source = f" of {name!r}" if self.streams.mix else ""
             present = len(stream)
-            if stream.num_samples is not None and (
+            if isinstance(stream, MapStyleStream) and (
                 num_shards != present or digests[name] != stream.digests(num_shards)
             ):
                 raise CheckpointError(
                     f"ElasticLoader: the dataset of the saved run did not have length "
-                    f"{stream.num_samples}, as that of this loader. {WAYS['n']}"
+                    f"{stream.num_rows}, as that of this loader. {WAYS['n']}"
                 )
             if num_shards > present:
                 raise CheckpointError(

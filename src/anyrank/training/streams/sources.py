@@ -119,7 +119,6 @@ class Stream:
 
     Attributes:
         piece, has_start: see `lane.Source`.
-        num_samples: length of the dataset of which the shards are parts; None for shards.
         note: note for the user on how it is read.
         fingerprint: text that must be the same on every rank, besides the names of the shards.
     """
@@ -144,7 +143,6 @@ class Stream:
         self.shards, self.read, self.transform = shards, read, transform
         self.window, self.piece, self.seed, self.shuffle = window, window or 1, 0, True
         self.num_rows = num_rows
-        self.num_samples: int | None = None
         self.note = self.fingerprint = ""
         self.has_start = _takes_start(read)
         self._digests: dict[int, list[str]] = {}
