@@ -122,9 +122,9 @@ def _own_connection(has_group: bool) -> Any:
 class PatientStore(Store):
     """The store with a longer deadline, so that a busy machine does not end the watch."""
 
-    def call(self, work: Callable[[Any], T], seconds: float = STORE_SEC) -> T:
+    def call(self, work: Callable[[Any], T], seconds: float | None = None) -> T:
         """Do what `Store.call` does, with a longer deadline."""
-        return super().call(work, seconds)
+        return super().call(work, STORE_SEC if seconds is None else seconds)
 
 
 class Watching:
