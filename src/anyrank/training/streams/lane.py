@@ -191,16 +191,13 @@ class Lane:
             pass
         samples, piece, num_given = self._blocks.popleft() if self._blocks else ([], self.state, 0)
         units = 0 if self.transform is None else self.transform.units_in(samples)
-        counts = {
-            "blocks": self.state.blocks + bool(samples),
-            "units_given": self.state.units_given + units,
-        }
+        blocks, units_given = self.state.blocks + bool(samples), self.state.units_given + units
         while (left := len(self._blocks) + bool(self._samples)) < look and self._advance():
             pass
         self.blocks_left = left if self._is_over and left < max(1, look) else None
         if self.has_ended:  # including rows that were read since without a sample
             piece, num_given = self._newest, self._num_newest
-        self.state = piece._replace(num_given=num_given, **counts)
+        self.state = piece._replace(num_given=num_given, blocks=blocks, units_given=units_given)
         return samples
 
     def close(self) -> None:
@@ -227,7 +224,8 @@ class Lane:
                 self._close_block()
 
     def _close_block(self) -> None:
-        self._blocks.append((self._samples, *self._last))
+        piece, number = self._last
+        self._blocks.append((self._samples, piece, number))
         self._samples = []
 
     # -- rows -------------------------------------------------------------------------------------
