@@ -135,6 +135,10 @@ def match_keys(
                 is_copy = len(hits) > 1 and (known in adapters or known in trained)
                 if is_copy and key not in adapters:
                     continue
+                # PEFT saves a copy's bias under both of the copy's names if it saves all biases.
+                if key in adapters and _short(renamed[key]) == _short(renamed[known]):
+                    result.duplicates[key] = known
+                    continue
                 name = wanted[hit[0]][hit[1]][0]
                 raise LoadError(
                     f"{filled[hit]} and {key} of the source both mean {name}; rename one of them"
@@ -153,6 +157,11 @@ def match_keys(
             else:
                 result.keys[index] = key
     return result
+
+
+def _short(name: str) -> str:
+    """Return the shorter one of the two names that PEFT saves a trained copy under."""
+    return name.replace(".modules_to_save.", ".")
 
 
 def _key_of_twin(
