@@ -96,7 +96,7 @@ def _matched(
     tensors = tensors_of(modules)
     wanted = in_state_dict(tensors)
     weights = weights_for({name for t in wanted for name in t.flat_names()}, source, None)
-    case = Case(part, modules, tensors, weights, LoadOptions(), classes=classes)
+    case = Case(modules, tensors, weights, LoadOptions(), classes=classes)
     listing = with_values(weights, classes, dtypes_of(tensors))
     listing, rename = with_names(listing, case.rename, dialects_of(case))
     keys = match_keys([t.all_names() for t in wanted], listing.tensors, rename).keys
