@@ -322,16 +322,21 @@ def packed_keys(folder: Path, **more: Any) -> set[str]:
     return keys
 
 
-def test_packed_rows_have_no_mask_unless_a_tokenizer_adds_one(tmp_path: Path) -> None:
-    """As docs/frameworks.md says; with a mask, documents of one row would see each other."""
+def test_packed_rows_get_no_mask(tmp_path: Path) -> None:
+    """With a mask, the documents of a row would see each other."""
     words = tokenizers.models.WordLevel({str(n): n for n in range(64)})
     text, zero = tokenizers.Tokenizer(words), {"pad_token": "0"}
     named: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=text, **zero)
     bare = {"input_ids", "labels", "position_ids"}
     assert packed_keys(tmp_path / "a") == bare
-    assert packed_keys(tmp_path / "b", processing_class=named) == {*bare, "attention_mask"}
     plain = transformers.default_data_collator
-    assert packed_keys(tmp_path / "c", processing_class=named, data_collator=plain) == bare
+    assert packed_keys(tmp_path / "b", processing_class=named, data_collator=plain) == bare
+    pads = "DataCollatorWithPadding adds an attention_mask .*=transformers.default_data_collator"
+    with pytest.raises(ValueError, match=pads):
+        packed_keys(tmp_path / "c", processing_class=named)
+    language = transformers.DataCollatorForLanguageModeling(named, mlm=False)
+    with pytest.raises(ValueError, match="DataCollatorForLanguageModeling adds an attention_mask"):
+        packed_keys(tmp_path / "d", data_collator=language)
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ PART_NAMES = ("model", "optimizer", "scheduler", "scaler", "data", "trainer", "g
 OF_ARGUMENTS = {"microbatch": "per_device_train_batch_size", "seed": "data_seed or seed"}
 
 
-def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
+def check_trainer(trainer: Any, keep: int, transform: Any, parts: Mapping[str, Any]) -> None:
     """Check that no option would silently go wrong.
 
     Args:
         trainer: the argument of the user.
         keep: the number of saved steps that are retained.
+        transform: transform of the data, or None.
         parts: the user's own parts of the run.
 
     Raises:
@@ -51,7 +52,17 @@ def check_trainer(trainer: Any, keep: int, parts: Mapping[str, Any]) -> None:
         )
     if names_in_use:
         raise ValueError(f"the run already has a part {names_in_use[0]!r}. Choose a different name")
-    for problem in (*_of_arguments(trainer.args, keep), *_of_parallelism(trainer)):
+    problems = [*_of_arguments(trainer.args, keep), *_of_parallelism(trainer)]
+    collator = trainer.data_collator
+    # With a tokenizer it pads rows, and adds a mask that hides position_ids from the model.
+    if isinstance(transform, anyrank.Pack) and getattr(collator, "tokenizer", None) is not None:
+        problems.append(
+            f"{type(collator).__name__} adds an attention_mask to the rows that Pack fills, with "
+            "which the documents of a row see each other. Pass "
+            "data_collator=transformers.default_data_collator to the Trainer (without one, it "
+            "uses the tokenizer of processing_class=)"
+        )
+    for problem in problems:
         raise ValueError(problem)
 
 

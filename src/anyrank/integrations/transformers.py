@@ -82,7 +82,7 @@ def elastic(
     names = RunOptions.__annotations__.keys() - {"microbatch", "seed"}
     parts = {name: value for name, value in options.items() if name not in names}
     options = {name: value for name, value in options.items() if name in names}
-    check_trainer(trainer, options.get("keep", 3), parts)
+    check_trainer(trainer, options.get("keep", 3), options.get("transform"), parts)
     args = trainer.args
     keep_every: Any = options.get("keep_every")
     # Raises for wrong sizes and ranks.
