@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,58 @@ def test_a_folder_of_several_ranks_is_what_peft_reads(
     read = PeftModel.from_pretrained(base(), tmp_path / "ours")
     torch.testing.assert_close(read(input_ids=TOKENS).logits, one(input_ids=TOKENS).logits)
     assert sorted(os.listdir(tmp_path / "ours")) == ["adapter_config.json", peft.WEIGHTS]
+
+
+def resized(folder: str) -> Any:
+    """A model with more tokens than its base in a folder, and an adapter."""
+    model = type(base()).from_pretrained(folder)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    return get_peft_model(model, LoraConfig(**OPTIONS["lora"]))
+
+
+def job_resized(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    model = wrapped(resized(f"{folder}/base"), "fsdp2")
+    peft.save(model, f"{folder}/ours")
+    torch.manual_seed(6)
+    fresh = wrapped(resized(f"{folder}/base"), "fsdp2")
+    peft.load(fresh, f"{folder}/ours")
+    return model(input_ids=TOKENS).logits.detach(), fresh(input_ids=TOKENS).logits.detach()
+
+
+def test_resized_embeddings_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "base")
+    for saved, loaded in run_ranks(2, job_resized, str(tmp_path)):
+        torch.testing.assert_close(loaded, saved)
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, that it saves the embeddings, and transformers'
+        resized(f"{tmp_path}/base").save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / name / peft.WEIGHTS) for name in ("ours", "peft"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_all_biases_beside_a_trained_copy(tmp_path: Path) -> None:
+    def model() -> Any:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        options = {"target_modules": ["0"], "modules_to_save": ["1"], "bias": "all"}
+        return get_peft_model(net, LoraConfig(r=2, **options))
+
+    one, fresh, other = model(), model(), model()
+    peft.save(one, tmp_path)
+    peft.load(fresh, tmp_path)
+    anyrank.load(other, tmp_path)
+    for key, tensor in one.state_dict().items():
+        if "lora" in key or "bias" in key or "modules_to_save" in key:
+            assert torch.equal(fresh.state_dict()[key], tensor)
+            assert torch.equal(other.state_dict()[key], tensor)
+    path = tmp_path / peft.WEIGHTS
+    saved = load_file(path)
+    saved["base_model.model.1.modules_to_save.bias"] += 1
+    save_file(saved, path)
+    with pytest.raises(anyrank.LoadError, match=r"modules_to_save\.bias"):
+        anyrank.load(other, tmp_path)
 
 
 def test_the_active_one_of_two_adapters_is_meant(tmp_path: Path) -> None:

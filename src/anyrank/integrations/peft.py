@@ -46,8 +46,10 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
 
     Collective: every rank must call it. The folder equals the one that `save_pretrained` writes for
     the adapter: `PeftModel.from_pretrained(base, folder)` reads it on any machine. Only the
-    adapter's own tensors are gathered, one at a time, and the first rank writes them. Existing
-    files are replaced once the new ones are complete.
+    adapter's own tensors are gathered, one at a time, and the first rank writes them. As with PEFT,
+    these include the embeddings if the model has a different vocabulary than its base, whose
+    configuration must be on the first rank's machine. Existing files are replaced once the new ones
+    are complete.
 
     Args:
         model: a PeftModel, or a wrapper of one.
@@ -74,6 +76,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | Non
     path = os.fspath(folder)
     with open_ranks(call="peft.save()") as ranks:
         chosen = _agreed(ranks, "peft.save", model, path, adapter)
+        is_resized = ranks.run_on_one(
+            "reading the base's vocabulary", lambda: _is_resized(chosen.model, chosen.config)
+        )
+        if is_resized:
+            chosen = _chosen(chosen.model, chosen.name, with_embeddings=True)
         is_first = ranks.index == 0
         weights = ranks.run(
             "allocating memory for the adapter", chosen.room if is_first else lambda: None
@@ -383,15 +390,37 @@ def _agreed(ranks: Ranks, call: str, model: nn.Module, path: str, adapter: str |
                 f"configured scale. Call set_scale({name!r}, 1) of its layers, or create the "
                 "adapter with the scale to save"
             )
-        state = inner.state_dict()
-        keys = _keys_in_folder(inner, state, name)
-        chosen.append(_Adapter(inner, name, {key: state[keys[key]].detach() for key in keys}))
+        chosen.append(_chosen(inner, name))
 
     compare_arguments(ranks, call, {"folder": path, "adapter": adapter}, anyrank.LoadError, check)
     return chosen[0]
 
 
-def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> dict[str, str]:
+def _chosen(model: PeftModel, name: str, *, with_embeddings: bool = False) -> _Adapter:
+    """Return an adapter with the tensors that PEFT saves for it."""
+    state = model.state_dict()
+    keys = _keys_in_folder(model, state, name, with_embeddings)
+    return _Adapter(model, name, {key: state[keys[key]].detach() for key in keys})
+
+
+def _is_resized(model: PeftModel, config: PeftConfig) -> bool:
+    """Return whether a model has a different vocabulary than its base, according to the base's
+    configuration on this machine: its folder, or the cache of Hugging Face.
+    """
+    current: Any = getattr(model, "config", None)
+    size, base = getattr(current, "vocab_size", None), config.base_model_name_or_path
+    if not size or not base:
+        return False
+    try:
+        known: Any = type(current).from_pretrained(base, local_files_only=True)
+    except (OSError, ValueError):
+        return False  # it is not on this machine
+    return known.vocab_size != size
+
+
+def _keys_in_folder(
+    model: PeftModel, tensors: dict[str, Any], adapter: str, with_embeddings: bool
+) -> dict[str, str]:
     """Map keys in a PEFT folder to names in the model, for the tensors that PEFT saves.
 
     PEFT selects them among tensors without values, so that it gathers none.
@@ -409,7 +438,7 @@ def _keys_in_folder(model: PeftModel, tensors: dict[str, Any], adapter: str) -> 
     }
     names = {id(tensor): name for name, tensor in outline.items()}
     chosen = get_peft_model_state_dict(
-        model, state_dict=outline, adapter_name=adapter, save_embedding_layers=False
+        model, state_dict=outline, adapter_name=adapter, save_embedding_layers=with_embeddings
     )
     computed = sorted(key for key, tensor in chosen.items() if id(tensor) not in names)
     if computed:
