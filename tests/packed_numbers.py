@@ -1,4 +1,7 @@
-"""A dialect in one file: 4-bit weights as compressed-tensors packs them, which anyrank has not."""
+"""A dialect in one file: 4-bit weights as compressed-tensors packs them.
+
+anyrank itself does not read them.
+"""
 
 from __future__ import annotations
 

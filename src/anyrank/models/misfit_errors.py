@@ -93,7 +93,7 @@ def _missing_lines(
 
 
 def _unexpected_lines(
-    match: ModelMatch, unfilled: Sequence[str], options: LoadOptions, keeping: str
+    match: ModelMatch, unfilled_names: Sequence[str], options: LoadOptions, keeping: str
 ) -> list[str]:
     """Return the text for keys of the source that fill no tensor."""
     unexpected = match.unexpected
@@ -101,7 +101,11 @@ def _unexpected_lines(
         return []
     has_adapter = any(is_of_adapter(key) or ".lora_" in key for key in unexpected)
     return [
-        listed("unexpected in the source", unexpected, Near(unfilled or _names(match.tensors)).hint)
+        listed(
+            "unexpected in the source",
+            unexpected,
+            Near(unfilled_names or _names(match.tensors)).hint,
+        )
         + keeping
         + (ADAPTERS if has_adapter else "")
         + f"\n  Fix: {options.ways_out['unexpected']}"

@@ -45,11 +45,11 @@ def wrong_prefix(keys: Shapes, names: Shapes) -> list[tuple[str, str, int]]:
     """Find the changes of prefix that would match most of the unused keys.
 
     Each is the prefix of the keys, the prefix of the names in its place, and the number of keys
-    that it matches. Several changes are alternatives. A change counts if it matches at least half
-    of the keys and most of the names below its prefix, with the same shapes. In addition, the names
-    must be the same except for a prefix that only one side has, or be a stack of layers under a
-    different name; otherwise a head of the same shapes, such as BERT's for masked words, would be
-    taken for a pooler.
+    that it matches. Several changes are alternatives. A change counts if it matches at least two
+    keys, and half of them (rounded down), and most of the names below its prefix, with the same
+    shapes. In addition, the names must be the same except for a prefix that only one side has, or
+    be a stack of layers under a different name; otherwise a head of the same shapes, such as BERT's
+    for masked words, would be taken for a pooler.
     """
     prefixes: dict[str, str | None] = {}  # end of a name -> what precedes it, if only one
     for name in names:

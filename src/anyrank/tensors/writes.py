@@ -158,16 +158,13 @@ class WritePlan:
 def plan_writes(
     tensors: Sequence[ShardedTensor], spreads: Sequence[Spread], size: int
 ) -> WritePlan:
-    (
-        """Plan who writes what of the tensors that ranks hold together.
+    """Plan who writes what of the tensors that ranks hold together.
 
     Args:
         tensors: tensors as this rank holds them, for which `check_alike` has passed.
         spreads: layout of each on the ranks.
         size: number of ranks.
     """
-        ""
-    )
     planned = [
         PlannedTensor(tensor.shape, tensor.dtype.itemsize, spread, tensor.may_differ)
         for tensor, spread in zip(tensors, spreads, strict=True)

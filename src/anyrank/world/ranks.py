@@ -58,10 +58,10 @@ class Ranks:
     The `what` of a method must be the same on every rank. Values must pickle. Each of these methods
     raises the same error on every rank:
 
-        AnyrankError: work failed on a rank. The error has the class that the first failing rank
-        raised, and lists each cause. It is a RankError for an exception that is not one of
-        anyrank's. RankError: a rank has died or did not arrive, and is named if known; or it made a
-        different call.
+    - AnyrankError: work failed on a rank. The error has the class that the first failing rank
+      raised, and lists each cause. It is a RankError for an exception that is not one of anyrank's.
+    - RankError: a rank has died or did not arrive, and is named if known; or it made a different
+      call.
 
     Args:
         ranks: their global ranks, in the group's order.

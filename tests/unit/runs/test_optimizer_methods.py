@@ -360,6 +360,29 @@ def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None
         resume(tmp_path, anyrank.TrainState(net, plain))
 
 
+def plain(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "where"),
+    [
+        (hooked, plain, "in the saved run, but not in this script"),
+        (plain, hooked, "in this script, but not in the saved run"),
+    ],
+)
+def test_hooks_of_only_one_side_are_named(
+    tmp_path: Path, first: Any, second: Any, where: str
+) -> None:
+    """Both are an AdamW, so their class says nothing."""
+    net, optimizer = run_of(first)
+    save(tmp_path, anyrank.TrainState(net, optimizer))
+    state = anyrank.TrainState(*run_of(second))
+    with pytest.raises(anyrank.CheckpointError, match=f"AdamW overrides .* {where}, .*skip="):
+        resume(tmp_path, state)
+    assert resume(tmp_path, state, skip=["optimizer"]) is not None
+
+
 class Codes(torch.Tensor):
     """A wrapper class by torch's protocol, as 8-bit optimizers keep their state in."""
 

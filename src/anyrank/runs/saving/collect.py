@@ -106,13 +106,15 @@ def _one_of(problem: str | None, other: str | None) -> str | None:
 # -- collect ---------------------------------------------------------------------------------------
 
 
-def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda: None) -> Snapshot:
+def collect(
+    state: TrainState, ranks: Ranks, become_writer: Callable[[], None] = lambda: None
+) -> Snapshot:
     """Collect what each rank would write now. Collective; no file of a step is written.
 
     Args:
         state: the state to save.
         ranks: all ranks that hold it.
-        check: makes this rank the writer (takes the lock), or raises.
+        become_writer: takes the run's lock for this rank, or raises.
 
     Raises:
         CheckpointError: something cannot be saved, or ranks differ in what must be the same.
@@ -124,7 +126,7 @@ def collect(state: TrainState, ranks: Ranks, check: Callable[[], None] = lambda:
     def collect_own() -> tuple[
         tuple[dict[str, PartState], dict[str, GeneratorState]], StateSummary
     ]:
-        check()
+        become_writer()
         inner = state.parts
         parts, states = inner.save(ranks.index), capture(inner.generators)
         for tensor in shared_tensors(parts):

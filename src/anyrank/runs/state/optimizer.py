@@ -34,6 +34,7 @@ from anyrank.runs.state.optimizer_own import (
     attribute_tensors,
     has_own_methods,
     match_own_methods,
+    other_methods,
     other_order,
     overrides,
     save_own_methods,
@@ -193,7 +194,7 @@ def match_optimizer(
     matched = PartMatch(source.outcome_for("", ""))
     if has_own_methods(optimizer) or "opaque" in record:
         # Only its own methods can read such a state.
-        matched.problems.append(other_class(part, name, record["class"]))
+        matched.problems.append(other_methods(part, name, record))
         return matched
     by_name = {name: p for p, name in _parameters(part, optimizer, names).items()}
     fresh: list[str] = []

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from anyrank.errors import CheckpointError
 from anyrank.files.content_hash import content_hash
-from anyrank.runs.state.part_types import PartMatch, PartSource, PartState, in_line
+from anyrank.runs.state.part_types import PartMatch, PartSource, PartState, in_line, other_class
 from anyrank.runs.state.resume_report import Outcome
 from anyrank.runs.state.stateful import match_stateful, save_stateful, tensors_now
 from anyrank.tensors.wrapped import values_of
@@ -63,6 +63,19 @@ def save_own_methods(
     saved.record["params"] = groups  # because a state_dict() numbers them
     saved.unsaved = attribute_tensors(optimizer, [sharded.tensor for sharded in saved.own_tensors])
     return saved
+
+
+def other_methods(part: str, name: str, record: Any) -> str:
+    """Describe the problem of an optimizer that has own methods on only one side."""
+    if record["class"] != name:
+        return other_class(part, name, record["class"])
+    sides = ["the saved run", "this script"]
+    with_own, without = sides if "opaque" in record else sides[::-1]
+    return (
+        f"{part}: a {name} overrides state_dict() or has hooks on it in {with_own}, but not in "
+        f"{without}, so its state has another form. Make them the same, or leave the {name} "
+        f"unchanged with skip=[{part!r}]."
+    )
 
 
 def match_own_methods(
