@@ -82,6 +82,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     ),
     "out of range": (header({"a": entry(0, 400, [100])}), "truncated"),
     "backwards": (header({"a": entry(80, 0, [20])}), NOT_ALLOWED),
+    "a number for the offsets of a part": (
+        header({**GOOD, "__metadata__": {"DCP_SHARDING_INFO": '{"0.bias": {"saved_offsets": 5}}'}}),
+        NOT_ALLOWED,
+    ),
     "trailing bytes": (header(GOOD, 100), "appended"),
     **{
         f"{text} for ties": (header({"__metadata__": {"anyrank.ties": text}} | GOOD), NOT_ALLOWED)

@@ -82,7 +82,8 @@ def list_file(storage: Storage, path: str) -> Listing:
         tensors = {key: _tensor(key, entry, 8 + length, path) for key, entry in header.items()}
         ties = _ties_among(texts, tensors)
         end = _end_of(header)
-        starts = [part["saved_offsets"] for part in config_in(texts.pop(PARTS, "")).values()]
+        offsets = [part["saved_offsets"] for part in config_in(texts.pop(PARTS, "")).values()]
+        is_part = any(map(any, offsets))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnsafeFile(
             f"{path}: its header breaks the safetensors format ({type(error).__name__}: "
@@ -93,7 +94,7 @@ def list_file(storage: Storage, path: str) -> Listing:
             f"{path}: has {info.size} bytes, but its header describes {8 + length + end}. The file "
             "is truncated or something was appended; copy it again."
         )
-    if any(map(any, starts)):
+    if is_part:
         raise LoadError(f"{path}: is {OF_RANK}")
     tensors |= {name: tensors[kept].renamed(name) for name, kept in ties.items()}
     others = {name: text for name, text in texts.items() if name not in ties and name != TIES}

@@ -85,3 +85,41 @@ def test_state_by_rank_goes_on_with_as_many_ranks_only(tmp_path: Path) -> None:
     assert run_ranks(2, job, str(tmp_path), "own", False) == [[0, 0], [1, 1]]
     for text in run_ranks(3, job, str(tmp_path), "own", False):
         assert "optimizer: a ByRank whose state differed between the 2 ranks" in text
+
+
+def job_of_own_parameters(path: str, save: bool) -> tuple[Any, Any]:
+    """A layer for each rank, which alone keeps its state; returns its moments and the outcome."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = OwnParameters(net[dist.get_rank()].parameters(), lr=0.1)
+    outcome = None
+    with anyrank.Checkpoints(path, anyrank.TrainState(net, optimizer)) as ckpts:
+        if save:
+            for parameter in net.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + dist.get_rank())
+            optimizer.step()
+            for rank, layer in enumerate(net):
+                for parameter in layer.parameters():
+                    dist.broadcast(parameter.detach(), rank)
+            ckpts.save()
+        else:
+            report = ckpts.resume()
+            outcome = report and report.components["optimizer"]
+    return [float(row["exp_avg"].sum()) for row in optimizer.state.values()], outcome
+
+
+class OwnParameters(torch.optim.AdamW):
+    """Says more than torch's state, and is made with other parameters on each rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"kind": "own"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+def test_each_rank_may_have_the_state_of_its_own_parameters(tmp_path: Path) -> None:
+    saved = run_ranks(2, job_of_own_parameters, str(tmp_path), True)
+    resumed = run_ranks(2, job_of_own_parameters, str(tmp_path), False)
+    assert saved[0][0] != saved[1][0]
+    assert resumed == [(moments, "exact") for moments, _ in saved]

@@ -93,7 +93,8 @@ def match_own_methods(
     those of an inner optimizer that the call does not restore.
     """
     matched = match_stateful(part, optimizer, record, source, rank)
-    if not matched.problems:
+    # If the ranks' states differed, so may their parameters, and the record has the first rank's.
+    if not matched.problems and "by_rank" not in record:
         reason = f"the state_dict() of a {type(optimizer).__name__} has the state of its parameters"
         orders = _flat(record["params"]), _flat(groups)
         matched.problems += other_order(part, f"{reason} in their order", *orders)

@@ -77,11 +77,11 @@ def as_files(
             tensors[hit] = stored
     tied = {ties.get(name, name): kept for name, kept in selection.tied.items()}
     selection = _tied(replace(selection, tensors=tensors), listing, ties)
-    missing = sorted({*live.values()} - {*selection.tensors} - {*selection.tied} - {*tied})
-    if unknown or missing:
-        shapes = {target.name: target.shape for target in named if target.name in missing}
+    lacking = {*live.values()} - {*selection.tensors} - {*selection.tied} - {*tied}
+    if unknown or lacking:
+        shapes = {target.name: target.shape for target in named if target.name in lacking}
         keys = {name: stored.shape for name, stored in unknown.items()}
-        raise LoadError(_mismatch_text(model, keys, missing, wrong_prefix(keys, shapes)))
+        raise LoadError(_mismatch_text(model, keys, sorted(lacking), wrong_prefix(keys, shapes)))
     files = _file_named(model, selection.tensors)
     by_chunks = {stored.chunks: name for name, stored in files.items()}
     for name, stored in selection.tensors.items():
